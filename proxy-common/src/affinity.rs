@@ -51,7 +51,7 @@ impl Affinity {
 // Not inlined: its stack would be added to the frame of its caller, and so to every other call from
 // there.
 #[inline(never)]
-pub(crate) fn place<F: Family, T: AffinityMaps<F>>(
+pub(crate) fn index<F: Family, T: AffinityMaps<F>>(
     maps: &T,
     set: EndpointSet,
     seconds: u32,
@@ -71,10 +71,10 @@ pub(crate) fn place<F: Family, T: AffinityMaps<F>>(
     let Some(entry) = known else { return draw.pick(maps, set) };
     let (affinity, now) = (entry.read(), maps.now());
     if !affinity.has_expired(seconds, now) {
-        let place = place_of(maps, set, affinity);
-        if place != NOWHERE {
+        let index = index_of(maps, set, affinity);
+        if index != NOWHERE {
             entry.prolong(now);
-            return place;
+            return index;
         }
     }
     let chosen = draw.again_by(affinity.random()).pick(maps, set);
@@ -94,12 +94,12 @@ const MOST_HALVINGS: u32 = 26;
 /// Returns the index of the slot of the affinity's backend, or `NOWHERE` if the set has none that
 /// takes new connections. Sets are sorted, so the search is binary.
 #[inline(always)]
-fn place_of<F: Family, T: AffinityMaps<F>>(maps: &T, set: EndpointSet, affinity: Affinity) -> u32 {
+fn index_of<F: Family, T: AffinityMaps<F>>(maps: &T, set: EndpointSet, affinity: Affinity) -> u32 {
     let Some(backend) = maps.backend(affinity.backend) else { return NOWHERE };
     let wanted = F::Slot::new(backend.address, Port::new(backend.port), affinity.backend, affinity.flags);
-    let place = last_up_to(maps, set, &wanted);
-    match maps.slot(place) {
-        Some(slot) if slot.backend() == affinity.backend && slot.flags() & BACKEND_DRAINING == 0 => place,
+    let index = last_up_to(maps, set, &wanted);
+    match maps.slot(index) {
+        Some(slot) if slot.backend() == affinity.backend && slot.flags() & BACKEND_DRAINING == 0 => index,
         Some(_) | None => NOWHERE,
     }
 }
@@ -155,8 +155,8 @@ mod tests {
 
     fn set_endpoints(maps: &mut HostMaps<V4>, endpoints: &[(u32, u32)]) {
         maps.slots.clear();
-        for (place, (id, flags)) in (100..).zip(endpoints) {
-            maps.slots.insert(place, Slot4::new(address(*id), Port::new(80), *id, *flags));
+        for (index, (id, flags)) in (100..).zip(endpoints) {
+            maps.slots.insert(index, Slot4::new(address(*id), Port::new(80), *id, *flags));
             let backend = Backend { address: address(*id), port: 80, ..Backend::default() };
             maps.backends.insert(*id, backend);
         }
@@ -177,8 +177,8 @@ mod tests {
     }
 
     /// Returns random bits that choose one of four slots.
-    fn dice(place: u32) -> u32 {
-        place << 30
+    fn dice(index: u32) -> u32 {
+        index << 30
     }
 
     fn go(maps: &HostMaps<V4>, frontend: Frontend, client: Client<[u8; 4]>, random: u32) -> u32 {
@@ -196,10 +196,10 @@ mod tests {
     fn a_fixed_draw_chooses_alike_when_affinity_is_over() {
         let maps = maps();
         let key = AffinityKey { service: SERVICE, client: CLIENT };
-        for place in [2, 0, 3] {
+        for index in [2, 0, 3] {
             for _ in 0..2 {
-                let chosen = choose(&maps, CLUSTER_IP, true, &key, Draw::fixed(dice(place))).unwrap();
-                assert_eq!(chosen.backend, place + 1);
+                let chosen = choose(&maps, CLUSTER_IP, true, &key, Draw::fixed(dice(index))).unwrap();
+                assert_eq!(chosen.backend, index + 1);
             }
             pass(&maps, SECONDS.into());
         }
@@ -225,8 +225,8 @@ mod tests {
             Client::new(Origin::Workload, [203, 0, 113, 1]),
             Client::NODE,
         ];
-        for (client, place) in clients.into_iter().zip([3, 2, 1, 0]) {
-            assert_eq!(go(&maps, CLUSTER_IP, client, dice(place)), place + 1);
+        for (client, index) in clients.into_iter().zip([3, 2, 1, 0]) {
+            assert_eq!(go(&maps, CLUSTER_IP, client, dice(index)), index + 1);
         }
         let forged = Client::new(Origin::Outside, [0; 4]);
         assert_eq!(go(&maps, CLUSTER_IP, forged, dice(1)), 2);
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn every_place_of_a_set_is_found_and_no_other() {
+    fn every_index_of_a_set_is_found_and_no_other() {
         for count in 1..=70_u32 {
             let mut maps = HostMaps::<V6>::default();
             let set = EndpointSet::new(1_000, count);
@@ -328,9 +328,9 @@ mod tests {
                 let flags = maps.slot(999 + n).unwrap().flags;
                 let affinity = Affinity { last_used: 0, backend: n + 1, flags };
                 let expected = if (1..=count).contains(&n) { 999 + n } else { NOWHERE };
-                assert_eq!(place_of::<V6, _>(&maps, set, affinity), expected, "{n} of {count}");
+                assert_eq!(index_of::<V6, _>(&maps, set, affinity), expected, "{n} of {count}");
                 maps.backends.remove(&(n + 1));
-                assert_eq!(place_of::<V6, _>(&maps, set, affinity), NOWHERE);
+                assert_eq!(index_of::<V6, _>(&maps, set, affinity), NOWHERE);
             }
         }
     }

@@ -75,7 +75,7 @@ impl Draw {
     #[inline(always)]
     pub(crate) fn pick<F: Family>(self, maps: &impl AffinityMaps<F>, set: EndpointSet) -> u32 {
         let bits = self.0 as u32;
-        if self.0 & LEAST == 0 { set.place(bits) } else { maps.less_busy(set, bits) }
+        if self.0 & LEAST == 0 { set.index(bits) } else { maps.less_busy(set, bits) }
     }
 }
 
@@ -83,8 +83,8 @@ impl Draw {
 /// weight. If both have as many, it returns the first.
 #[inline(always)]
 pub fn less_busy<F: Family>(maps: &impl AffinityMaps<F>, set: EndpointSet, bits: u32) -> u32 {
-    let first = set.place(bits);
-    let second = set.place_beside(first, (mix(0, bits.into()) >> 32) as u32);
+    let first = set.index(bits);
+    let second = set.other_index(first, (mix(0, bits.into()) >> 32) as u32);
     let Some(one) = load_at(maps, first) else { return first };
     let Some(other) = load_at(maps, second) else { return first };
     if other.is_less_than(one) { second } else { first }
@@ -98,8 +98,8 @@ pub fn less_busy<F: Family>(maps: &impl AffinityMaps<F>, set: EndpointSet, bits:
 struct Load(u64);
 
 #[inline(always)]
-fn load_at<F: Family>(maps: &impl AffinityMaps<F>, place: u32) -> Option<Load> {
-    let slot = maps.slot(place)?;
+fn load_at<F: Family>(maps: &impl AffinityMaps<F>, index: u32) -> Option<Load> {
+    let slot = maps.slot(index)?;
     let more_weight = u64::from(slot.more_weight());
     Some(Load(maps.open_connections(slot.backend()) << WEIGHT_BITS | more_weight))
 }
@@ -185,9 +185,9 @@ mod tests {
     #[case::table_second(EndpointSet::new(10, 3).with_table(2), 1 << 30, 14)]
     #[case::table_highest(EndpointSet::new(10, 3).with_table(2), u32::MAX, 16)]
     #[case::largest_table(EndpointSet::new(10, 3).with_table(EndpointSet::MOST_TABLE_BITS), u32::MAX, 13 + 0xffff)]
-    fn places(#[case] set: EndpointSet, #[case] bits: u32, #[case] place: u32) {
-        assert_eq!(Draw::random(bits).pick(&HostMaps::<V4>::default(), set), place);
-        assert!(place < set.first + set.places());
+    fn indexes(#[case] set: EndpointSet, #[case] bits: u32, #[case] index: u32) {
+        assert_eq!(Draw::random(bits).pick(&HostMaps::<V4>::default(), set), index);
+        assert!(index < set.first + set.slot_count());
     }
 
     #[test]
@@ -226,11 +226,11 @@ mod tests {
     /// are slots of the backends in `copies`, as a lookup table.
     fn maps(backends: &[(u32, i64)], copies: &[u32]) -> HostMaps<V4> {
         let mut maps = HostMaps::default();
-        let places = (1..).take(backends.len()).chain(copies.iter().copied());
-        for (place, backend) in (10..).zip(places) {
+        let slots = (1..).take(backends.len()).chain(copies.iter().copied());
+        for (index, backend) in (10..).zip(slots) {
             let (weight, open) = backends[backend as usize - 1];
             let flags = (weight - 1) << BACKEND_WEIGHT_SHIFT;
-            maps.slots.insert(place, Slot4::new([10, 244, 0, backend as u8], Port::new(80), backend, flags));
+            maps.slots.insert(index, Slot4::new([10, 244, 0, backend as u8], Port::new(80), backend, flags));
             maps.open.borrow_mut().insert(backend, open);
         }
         maps
@@ -279,24 +279,24 @@ mod tests {
     #[case::two(EndpointSet::new(10, 2), 10..12)]
     #[case::table(EndpointSet::new(10, 5).with_table(4), 15..31)]
     #[case::largest(EndpointSet::new(10, 1 << 26), 10..10 + (1 << 26))]
-    fn two_places_are_two(#[case] set: EndpointSet, #[case] places: Range<u32>) {
+    fn two_indexes_are_two(#[case] set: EndpointSet, #[case] indexes: Range<u32>) {
         for first in (0..=u32::MAX).step_by(1 << 24) {
             for bits in [0, 1, 0x5555_5555, 0x5555_5556, 1 << 31, u32::MAX] {
-                let place = set.place(first);
-                let beside = set.place_beside(place, bits);
-                assert!(beside != place && places.contains(&beside), "{place} and {beside}");
+                let index = set.index(first);
+                let beside = set.other_index(index, bits);
+                assert!(beside != index && indexes.contains(&beside), "{index} and {beside}");
             }
         }
     }
 
     #[test]
-    fn each_other_place_is_as_likely() {
+    fn each_other_index_is_as_likely() {
         let set = EndpointSet::new(0, 4);
         let mut counts = [0_u32; 4];
         for number in 0..12_000_u32 {
             let bits = number.wrapping_mul(0x9e37_79b9);
-            let first = set.place(bits);
-            counts[(set.place_beside(first, (mix(0, bits.into()) >> 32) as u32).wrapping_sub(first) & 3)
+            let first = set.index(bits);
+            counts[(set.other_index(first, (mix(0, bits.into()) >> 32) as u32).wrapping_sub(first) & 3)
                 as usize] += 1;
         }
         assert!(
@@ -315,8 +315,8 @@ mod tests {
             let mut random = 1_u64;
             for _ in 0..1_000 {
                 random = mix(random, 7);
-                let place = draw(random as u32).pick(&maps, set);
-                *maps.open.borrow_mut().entry(place - 9).or_default() += 1;
+                let index = draw(random as u32).pick(&maps, set);
+                *maps.open.borrow_mut().entry(index - 9).or_default() += 1;
             }
             let open = maps.open.borrow();
             open.values().copied().max().unwrap()

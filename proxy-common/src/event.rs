@@ -151,7 +151,7 @@ impl Event {
         protocol: u8,
         sent_to: Option<&SocketOrigin<A>>,
     ) {
-        self.place = EVENT_OF_SOCKET;
+        self.hook = EVENT_OF_SOCKET;
         self.protocol = protocol;
         self.set_family::<A>();
         self.set_frontend(destination.0, destination.1);
@@ -244,7 +244,7 @@ mod tests {
         let origin = SocketOrigin::new(([10, 96, 0, 1], port(80)), ([10, 1, 0, 1], port(8080)), 7, 3);
         let mut event = Event::new(1, 1);
         event.set_socket((&[10, 96, 0, 1], port(80)), 6, Some(&origin));
-        assert_eq!((event.place, event.family, event.protocol), (EVENT_OF_SOCKET, 4, 6));
+        assert_eq!((event.hook, event.family, event.protocol), (EVENT_OF_SOCKET, 4, 6));
         assert_eq!((&event.frontend[..4], event.frontend_port), (&[10, 96, 0, 1][..], 80));
         assert_eq!((&event.backend[..5], event.backend_port), (&[10, 1, 0, 1, 0][..], 8080));
         assert_eq!((event.client, event.backend_id, event.service), ([0; 16], 7, 3));

@@ -250,7 +250,7 @@ pub mod map_name {
 #[expect(non_upper_case_globals, reason = "a constant is spelled as the program that it names")]
 pub mod program {
     macro_rules! names {
-        ($($name:ident: $place:tt;)+) => {
+        ($($name:ident: $index:tt;)+) => {
             $(pub const $name: &str = stringify!($name);)+
             /// Every program on an interface.
             pub const ON_INTERFACES: &[&str] = &[$($name,)+];

@@ -78,7 +78,7 @@ impl PortPool {
     /// Each of the [`RANDOM_TRIES`] has a random number of its own. The other attempts get the last
     /// one.
     #[inline(always)]
-    pub const fn place(&self, random: u32, attempt: u32) -> u32 {
+    pub const fn index(&self, random: u32, attempt: u32) -> u32 {
         let (first, among) = if self.reserved == 0 || self.reserved >= self.ports || attempt >= RANDOM_TRIES {
             (0, self.ports)
         } else if attempt < RESERVED_TRIES {
@@ -88,11 +88,11 @@ impl PortPool {
         };
         // Scales 32 random bits to 0..among without a division.
         let scaled = ((random as u64 * among as u64) >> 32) as u32;
-        let mut place = first + scaled + attempt.saturating_sub(RANDOM_TRIES);
-        if place >= self.ports {
-            place -= self.ports;
+        let mut index = first + scaled + attempt.saturating_sub(RANDOM_TRIES);
+        if index >= self.ports {
+            index -= self.ports;
         }
-        if place >= self.ports { 0 } else { place }
+        if index >= self.ports { 0 } else { index }
     }
 }
 
@@ -118,8 +118,8 @@ mod tests {
     #[case::next(HALF, RANDOM_TRIES + 1, 6)]
     #[case::round_the_end(u32::MAX, RANDOM_TRIES + 2, 1)]
     #[case::round_twice(u32::MAX, PORT_TRIES - 1, 0)]
-    fn attempts_have_places(#[case] random: u32, #[case] attempt: u32, #[case] place: u32) {
-        assert_eq!(POOL.place(random, attempt), place);
+    fn attempts_have_indexes(#[case] random: u32, #[case] attempt: u32, #[case] index: u32) {
+        assert_eq!(POOL.index(random, attempt), index);
     }
 
     #[rstest]
@@ -127,8 +127,8 @@ mod tests {
     #[case::all_are_reserved(PortPool { ports: 10, reserved: 10 }, 9)]
     #[case::one(PortPool { ports: 1, reserved: 1 }, 0)]
     #[case::none(PortPool::default(), 0)]
-    fn the_first_attempt_in_pools_of_all_sizes(#[case] pool: PortPool, #[case] place: u32) {
-        assert_eq!(pool.place(u32::MAX, 0), place);
+    fn the_first_attempt_in_pools_of_all_sizes(#[case] pool: PortPool, #[case] index: u32) {
+        assert_eq!(pool.index(u32::MAX, 0), index);
     }
 
     #[test]
@@ -146,20 +146,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn places_are_of_the_pool(ports in 1..=65_536u32, reserved in 0..=65_536u32, random: u32, attempt in 0..PORT_TRIES) {
+        fn indexes_are_of_the_pool(ports in 1..=65_536u32, reserved in 0..=65_536u32, random: u32, attempt in 0..PORT_TRIES) {
             let pool = PortPool { ports, reserved: reserved.min(ports) };
-            prop_assert!(pool.place(random, attempt) < ports);
+            prop_assert!(pool.index(random, attempt) < ports);
         }
 
         #[test]
         fn the_last_attempts_go_through_a_small_pool(ports in 1..=16u32, random: u32) {
             let pool = PortPool { ports, reserved: 0 };
-            let mut places: Vec<u32> =
-                (RANDOM_TRIES..PORT_TRIES).map(|attempt| pool.place(random, attempt)).collect();
-            places.sort_unstable();
-            places.dedup();
+            let mut indexes: Vec<u32> =
+                (RANDOM_TRIES..PORT_TRIES).map(|attempt| pool.index(random, attempt)).collect();
+            indexes.sort_unstable();
+            indexes.dedup();
             // An attempt beyond two rounds tries the first port again.
-            prop_assert!(places.len() as u32 >= ports.min(6));
+            prop_assert!(indexes.len() as u32 >= ports.min(6));
         }
     }
 }

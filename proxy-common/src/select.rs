@@ -122,12 +122,12 @@ pub fn choose<F: Family>(
     key: &AffinityKey<F::Address>,
     draw: Draw,
 ) -> Result<F::Slot, Reason> {
-    slot_at(maps, choose_place(maps, frontend, is_inside, key, draw)?)
+    slot_at(maps, choose_index(maps, frontend, is_inside, key, draw)?)
 }
 
 /// Does what [`choose`] does, and returns the index of the backend's slot.
 #[inline(always)]
-pub(crate) fn choose_place<F: Family>(
+pub(crate) fn choose_index<F: Family>(
     maps: &impl AffinityMaps<F>,
     frontend: Frontend,
     is_inside: bool,
@@ -139,13 +139,13 @@ pub(crate) fn choose_place<F: Family>(
     Ok(if service.affinity_seconds == 0 {
         draw.pick(maps, set)
     } else {
-        affinity::place(maps, set, service.affinity_seconds, key, draw)
+        affinity::index(maps, set, service.affinity_seconds, key, draw)
     })
 }
 
-/// Chooses as [`choose_place`] does, by the draw alone: affinity neither decides nor remembers.
+/// Chooses as [`choose_index`] does, by the draw alone: affinity neither decides nor remembers.
 #[inline(always)]
-pub(crate) fn drawn_place<F: Family>(
+pub(crate) fn drawn_index<F: Family>(
     maps: &impl AffinityMaps<F>,
     frontend: Frontend,
     is_inside: bool,
@@ -169,8 +169,8 @@ fn set_with_endpoints(service: &Service, frontend: Frontend, is_inside: bool) ->
 
 /// Returns the slot that was chosen, unless it has gone out of use meanwhile.
 #[inline(always)]
-pub(crate) fn slot_at<F: Family>(maps: &impl Maps<F>, place: u32) -> Result<F::Slot, Reason> {
-    let slot = maps.slot(place).ok_or(Reason::SlotGone)?;
+pub(crate) fn slot_at<F: Family>(maps: &impl Maps<F>, index: u32) -> Result<F::Slot, Reason> {
+    let slot = maps.slot(index).ok_or(Reason::SlotGone)?;
     if slot.backend() == 0 { Err(Reason::SlotGone) } else { Ok(slot) }
 }
 

@@ -132,13 +132,13 @@ pub fn remember<A: Address>(origins: &mut DatagramOrigins<A>, new: &SocketOrigin
             return;
         }
     }
-    let place = origins.next as usize;
+    let oldest = origins.next as usize;
     for (index, origin) in origins.origins.iter_mut().enumerate() {
-        if index == place {
+        if index == oldest {
             *origin = *new;
         }
     }
-    origins.next = if place + 1 >= origins.origins.len() { 0 } else { origins.next + 1 };
+    origins.next = if oldest + 1 >= origins.origins.len() { 0 } else { origins.next + 1 };
 }
 
 /// Forgets the origins of the backend at `destination`, to which the application sends directly.
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unused_place_shows_nothing() {
+    fn an_unused_origin_shows_nothing() {
         assert_eq!(shown_datagram(&DatagramOrigins::<[u8; 4]>::default(), &[0; 4], Port::NONE), None);
     }
 }

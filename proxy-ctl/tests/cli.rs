@@ -334,7 +334,7 @@ fn probe_prints_facts_and_the_chosen_mode() {
 }
 
 #[test]
-fn probe_says_what_a_mode_lacks_and_what_takes_its_place() {
+fn probe_says_what_a_mode_lacks_and_what_replaces_it() {
     let folder = config("mode: ebpf\nebpf: {cgroup: /nonexistent}");
     let ask = |more: &[&str]| configured("probe", folder.path(), more);
     let lacks = "ebpf.cgroup must be a folder of cgroup v2, found /nonexistent";

@@ -111,9 +111,9 @@ fn write<const BYTES: usize>(
     now: u64,
     describe: impl Fn(&mut Event),
 ) -> bool {
-    let Some(mut place) = ring.reserve(0) else { return false };
-    let event = MaybeUninit::write(&mut place, Event::new(now, reason));
+    let Some(mut reserved) = ring.reserve(0) else { return false };
+    let event = MaybeUninit::write(&mut reserved, Event::new(now, reason));
     describe(event);
-    place.submit(0);
+    reserved.submit(0);
     true
 }

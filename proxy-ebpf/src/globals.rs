@@ -2,7 +2,7 @@
 //! the branches that they switch off, with the helpers in them that an old kernel lacks.
 //!
 //! Of switches 1 is on, everything else off. The defaults are numbers that nothing else uses: LLVM may let an anonymous
-//! constant with the same bytes share the place of a global, and would then see what the controller sets there.
+//! constant with the same bytes share the address of a global, and would then see what the controller sets there.
 
 use aya_ebpf::Global;
 

@@ -78,16 +78,16 @@ enum Tagged {
     Of(u32, [u8; 2]),
 }
 
-/// A frame that may have a tag at `place`, and that would be of `interface` without.
+/// A frame that may have a tag at `offset`, and that would be of `interface` without.
 #[inline(always)]
-fn device_of_tag(frame: Frame, place: u32, ethertype: [u8; 2], interface: u32) -> Tagged {
+fn device_of_tag(frame: Frame, offset: u32, ethertype: [u8; 2], interface: u32) -> Tagged {
     /// The rest is a priority.
     const ID: u16 = 0xfff;
     let protocol = u16::from_be_bytes(ethertype);
     if protocol != TAG_CUSTOMER && protocol != TAG_SERVICE {
         return Tagged::No;
     }
-    let Ok([high, low, inner @ ..]) = frame.load::<{ TAG as usize }>(place) else { return Tagged::Unknown };
+    let Ok([high, low, inner @ ..]) = frame.load::<{ TAG as usize }>(offset) else { return Tagged::Unknown };
     let tag = VlanTag { interface, protocol, id: u16::from_be_bytes([high, low]) & ID };
     // SAFETY: copied at once. An element that is removed meanwhile becomes no other tag's before the next change.
     match unsafe { maps::vlan_devices.get(tag) } {
@@ -255,11 +255,11 @@ fn send_in_another<F: XdpFamily>(
     let inner = network + room;
     shorten_lifetime::<F, _>(frame, inner)?;
     // Tags, and the ethertype.
-    let mut place = 2 * LINK_ADDRESS;
+    let mut offset = 2 * LINK_ADDRESS;
     for _ in 0..=TAGS * 2 {
-        if place < network {
-            frame.store(place, frame.load::<2>(place + room)?)?;
-            place += 2;
+        if offset < network {
+            frame.store(offset, frame.load::<2>(offset + room)?)?;
+            offset += 2;
         }
     }
     let length = u32::from(u16::from_be_bytes(frame.load(inner + F::LENGTH)?)) + F::UNCOUNTED;

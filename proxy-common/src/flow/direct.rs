@@ -139,8 +139,8 @@ pub(super) fn prepare<F: Family, T: FlowMaps<F>>(
     if !is_source_allowed(maps, scratch) {
         return Err(Reason::SourceNotAllowed);
     }
-    let place = place(maps, scratch);
-    if place == NOWHERE {
+    let index = index(maps, scratch);
+    if index == NOWHERE {
         return Err(Reason::NotAService);
     }
     if !flood_limit::allows(maps, scratch) {
@@ -158,7 +158,7 @@ pub(super) fn prepare<F: Family, T: FlowMaps<F>>(
     }
     scratch.flow.epoch = maps.epoch();
     open::detect(maps, scratch);
-    open::set_backend(maps, scratch, place)?;
+    open::set_backend(maps, scratch, index)?;
     if is_resumed {
         // The port of a masqueraded source was chosen by the flow that is lost.
         if scratch.flow.flags & FLOW_MASQUERADE != 0 {
@@ -189,16 +189,16 @@ fn find_frontend<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::A
 /// Index of the slot of this node's backend with the address that the packet was sent to, among those that `scratch.frontend` leads to.
 // Not inlined, for its stack.
 #[inline(never)]
-fn place<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &Scratch<F::Address>) -> u32 {
+fn index<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &Scratch<F::Address>) -> u32 {
     let Scratch { frontend, tunnel, .. } = scratch;
     let Some(service) = maps.service(frontend.service) else { return NOWHERE };
     if service.external.count() == 0 {
         return NOWHERE;
     }
     let wanted = F::Slot::new(tunnel.destination, Port::new(u16::MAX), 0, BACKEND_LOCAL);
-    let place = affinity::last_up_to(maps, service.external, &wanted);
-    match maps.slot(place) {
-        Some(slot) if slot.address() == tunnel.destination && slot.flags() & BACKEND_LOCAL != 0 => place,
+    let index = affinity::last_up_to(maps, service.external, &wanted);
+    match maps.slot(index) {
+        Some(slot) if slot.address() == tunnel.destination && slot.flags() & BACKEND_LOCAL != 0 => index,
         Some(_) | None => NOWHERE,
     }
 }

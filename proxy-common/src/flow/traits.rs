@@ -106,12 +106,12 @@ pub trait FlowMaps<F: Family>: AffinityMaps<F> {
     fn set_remapped(&self, port: Port);
     /// Returns true if the kernel gives this port to no socket of the node.
     fn is_reserved(&self, port: Port) -> bool;
-    /// Copies a record of `fragments4/6`. False: there is none, or another has taken its place meanwhile.
+    /// Copies a record of `fragments4/6`. False: there is none, or another has replaced it meanwhile.
     fn first_fragment(&self, key: &FragmentKey<F::Address>, into: &mut FirstFragment<F::Address>) -> bool;
     fn record_fragment(&self, key: &FragmentKey<F::Address>, first: &FirstFragment<F::Address>);
     /// Source of masqueraded packets that leave by this interface; unspecified: there is none.
     fn masquerade_address(&self, interface: u32) -> F::Address;
-    /// The port at [`PortPool::place`](crate::port::PortPool::place), of those for masqueraded sources and aliases; [`Port::NONE`]:
+    /// The port at [`PortPool::index`](crate::port::PortPool::index), of those for masqueraded sources and aliases; [`Port::NONE`]:
     /// there is none.
     fn masquerade_port(&self, random: u32, attempt: u32) -> Port;
     /// Carries a [`Routine`] out, as [`run`] does.

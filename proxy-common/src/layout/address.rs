@@ -99,14 +99,14 @@ mod tests {
     #[case::each_bit_and_the_last_differs(32, [10, 244, 1, 1], false)]
     fn ranges(#[case] bits: u32, #[case] address: [u8; 4], #[case] expected: bool) {
         assert_eq!(address.is_in(&[10, 244, 1, 0], bits), expected);
-        for place in [0, 4, 8, 12] {
+        for index in [0, 4, 8, 12] {
             let of6 = |four: [u8; 4]| {
                 let mut all = [7; 16];
-                all[place..place + 4].copy_from_slice(&four);
+                all[index..index + 4].copy_from_slice(&four);
                 all
             };
-            let bits = place as u32 * 8 + bits;
-            assert_eq!(of6(address).is_in(&of6([10, 244, 1, 0]), bits), expected, "{place}");
+            let bits = index as u32 * 8 + bits;
+            assert_eq!(of6(address).is_in(&of6([10, 244, 1, 0]), bits), expected, "{index}");
         }
     }
 }

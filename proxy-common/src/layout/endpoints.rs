@@ -56,7 +56,7 @@ impl EndpointSet {
     }
 
     /// Returns the number of slots, with those of the lookup table.
-    pub const fn places(&self) -> u32 {
+    pub const fn slot_count(&self) -> u32 {
         self.count() + if self.table_bits() == 0 { 0 } else { 1 << self.table_bits() }
     }
 
@@ -73,18 +73,18 @@ impl EndpointSet {
 
     /// Returns the index that 32 random bits choose. All indexes are equally likely.
     #[inline(always)]
-    pub const fn place(&self, bits: u32) -> u32 {
+    pub const fn index(&self, bits: u32) -> u32 {
         let (start, size) = self.drawn_from();
         start.wrapping_add(scaled(bits, size))
     }
 
-    /// Returns another index than `place`, chosen by 32 random bits. Only if there is no other
+    /// Returns another index than `index`, chosen by 32 random bits. Only if there is no other
     /// index, it returns the same.
     #[inline(always)]
-    pub const fn place_beside(&self, place: u32, bits: u32) -> u32 {
+    pub const fn other_index(&self, index: u32, bits: u32) -> u32 {
         let (start, size) = self.drawn_from();
         let step = scaled(bits, size.wrapping_sub(1)).wrapping_add(1);
-        let drawn = place.wrapping_sub(start).wrapping_add(step);
+        let drawn = index.wrapping_sub(start).wrapping_add(step);
         start.wrapping_add(if drawn < size { drawn } else { drawn.wrapping_sub(size) })
     }
 }

@@ -69,7 +69,7 @@ pub struct Event {
     /// Key of `backends4/6`; 0: there is no backend.
     pub backend_id: u32,
     /// The kind of hook that the event comes from (`EVENT_OF_*`).
-    pub place: u8,
+    pub hook: u8,
     pub(crate) _reserved: [u8; 3],
 }
 

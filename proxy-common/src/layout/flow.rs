@@ -42,7 +42,7 @@ impl<A: Address> FlowKey<A> {
         let (one_port, other_port) = (u64::from(one.1.number()), u64::from(other.1.number()));
         let ([one_upper, one_lower], [other_upper, other_lower]) = (one.0.halves(), other.0.halves());
         let in_order = is_before(&[one_port, one_upper, one_lower], &[other_port, other_upper, other_lower]);
-        // All bits are set if the ends change places.
+        // All bits are set if the ends change sides.
         let swap = in_order.wrapping_sub(1);
         let ports = (one_port ^ other_port) & swap;
         Self {

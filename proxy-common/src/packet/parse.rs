@@ -80,9 +80,9 @@ fn header_length(header: &Ipv4Header) -> Option<u32> {
 fn ipv4_fragment(header: &Ipv4Header) -> Fragment {
     const MORE_FRAGMENTS: u16 = 0x2000;
     const OFFSET: u16 = 0x1fff;
-    let place = u16::from_be_bytes([header[6], header[7]]);
+    let bits = u16::from_be_bytes([header[6], header[7]]);
     let id = u16::from_be_bytes([header[4], header[5]]);
-    Fragment::new(id.into(), place & OFFSET, place & MORE_FRAGMENTS != 0)
+    Fragment::new(id.into(), bits & OFFSET, bits & MORE_FRAGMENTS != 0)
 }
 
 impl Network for V4 {
@@ -302,9 +302,9 @@ const TRUNCATED: u32 = u32::MAX;
 #[inline(never)]
 fn read_fragment_header<B: Bytes>(bytes: B, offset: u32, packet: &mut Packet<[u8; 16]>) -> u32 {
     let Ok(header) = bytes.read::<{ FRAGMENT_HEADER as usize }>(offset) else { return TRUNCATED };
-    let place = u16::from_be_bytes([header[2], header[3]]);
+    let bits = u16::from_be_bytes([header[2], header[3]]);
     let id = u32::from_be_bytes([header[4], header[5], header[6], header[7]]);
-    packet.fragment = Fragment::new(id, place >> 3, place & 1 != 0);
+    packet.fragment = Fragment::new(id, bits >> 3, bits & 1 != 0);
     u32::from(header[0])
 }
 

@@ -332,7 +332,7 @@ mod tests {
         const CARRIED: [u8; 400] = [0; 400];
         let changed = |ethertype| {
             let mut headers = geneve_headers(100, ethertype);
-            others.iter().for_each(|(place, byte)| headers[*place] = *byte);
+            others.iter().for_each(|(index, byte)| headers[*index] = *byte);
             headers
         };
         let expected = |before: u32| length.map(|length| before + length).ok_or(Reason::NotAService);

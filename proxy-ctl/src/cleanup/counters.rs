@@ -6,7 +6,7 @@ use crate::{
     sys::net::packet_counters::{PacketCounters, RemovedCounter},
 };
 
-const PLACE: &str = "nfacct";
+const LOCATION: &str = "nfacct";
 
 pub(super) fn find(found: &mut Found) {
     found.note(try_find());
@@ -18,7 +18,7 @@ fn try_find() -> Result<Vec<Part>, Error> {
     for name in PACKET_COUNTERS {
         count += usize::from(counters.packets(name)?.is_some());
     }
-    let parts = (count > 0).then(|| Part::new(PLACE.to_owned(), PartKind::PacketCounters, count));
+    let parts = (count > 0).then(|| Part::new(LOCATION.to_owned(), PartKind::PacketCounters, count));
     Ok(parts.into_iter().collect())
 }
 
@@ -38,10 +38,10 @@ fn try_remove(removed: &mut Removal) -> Result<(), Error> {
             RemovedCounter::NotThere => {}
             RemovedCounter::InUse => {
                 let why = "a rule counts into it".to_owned();
-                removed.retained.push(Retained::new(PLACE.to_owned(), name.to_owned(), why));
+                removed.retained.push(Retained::new(LOCATION.to_owned(), name.to_owned(), why));
             }
         }
     }
-    removed.part(PLACE.to_owned(), PartKind::PacketCounters, count);
+    removed.part(LOCATION.to_owned(), PartKind::PacketCounters, count);
     Ok(())
 }

@@ -12,13 +12,13 @@ use crate::{
 };
 
 /// A table filter, by family and backend.
-pub type Place = (TableFamily, Backend);
+pub type FilterTable = (TableFamily, Backend);
 
 const TABLE: &str = "filter";
 
 /// Returns the tables in which a kube-proxy accepts health checks, in a mode that this proxy is not
 /// in. Needs CAP_NET_ADMIN.
-pub fn accepted_by_kube_proxy() -> Result<Vec<Place>, Error> {
+pub fn accepted_by_kube_proxy() -> Result<Vec<FilterTable>, Error> {
     let in_use = in_use::modes();
     let scope = Scope::but(&in_use);
     let of_others = names::HEALTH_CHECKS.into_iter().filter(|chain| names::is_chain(TABLE, chain, scope));
@@ -27,7 +27,7 @@ pub fn accepted_by_kube_proxy() -> Result<Vec<Place>, Error> {
 
 /// Returns the tables in which this proxy accepts health checks that a former kube-proxy accepted
 /// before. Needs CAP_NET_ADMIN.
-pub fn accepted_in_its_place() -> Result<Vec<Place>, Error> {
+pub fn accepted_by_proxy_ctl() -> Result<Vec<FilterTable>, Error> {
     with_one_of(&[names::OWN_HEALTH_CHECKS])
 }
 
@@ -37,14 +37,14 @@ pub fn is_any_mode_in_use() -> bool {
     !in_use::modes().is_empty()
 }
 
-fn with_one_of(chains: &[&str]) -> Result<Vec<Place>, Error> {
-    let mut places = Vec::new();
+fn with_one_of(chains: &[&str]) -> Result<Vec<FilterTable>, Error> {
+    let mut tables = Vec::new();
     let nftables = NfTables::open()?;
     for family in TableFamily::ALL {
         if let Some(nftables) = &nftables {
             for chain in chains {
                 if nftables.has_chain(family, TABLE, chain)? {
-                    places.push((family, Backend::Nft));
+                    tables.push((family, Backend::Nft));
                     break;
                 }
             }
@@ -53,8 +53,8 @@ fn with_one_of(chains: &[&str]) -> Result<Vec<Place>, Error> {
         let is_there = xtables::tables(family)?.iter().any(|name| name == TABLE);
         let found = if is_there { xtables::chains(family, TABLE)? } else { None };
         if found.is_some_and(|(_, names)| names.iter().any(|name| chains.contains(&name.as_str()))) {
-            places.push((family, Backend::Legacy));
+            tables.push((family, Backend::Legacy));
         }
     }
-    Ok(places)
+    Ok(tables)
 }

@@ -21,7 +21,7 @@ use crate::{
     },
 };
 
-fn place(family: TableFamily, table: &str) -> String {
+fn location(family: TableFamily, table: &str) -> String {
     format!("{}-legacy {table}", program(family))
 }
 
@@ -67,7 +67,8 @@ impl ChainCounts {
 
     pub(super) fn find(&mut self, scope: Scope<'_>, found: &mut Found) {
         for (family, table) in tables() {
-            let part = |count| (count > 0).then(|| Part::new(place(family, table), PartKind::Chains, count));
+            let part =
+                |count| (count > 0).then(|| Part::new(location(family, table), PartKind::Chains, count));
             let parts =
                 self.own_chains((family, table), scope).map(|count| part(count).into_iter().collect());
             found.note(parts);
@@ -78,17 +79,17 @@ impl ChainCounts {
         &mut self,
         purpose: Purpose,
         scope: Scope<'_>,
-        places: &[LegacyTable],
+        tables: &[LegacyTable],
         removed: &mut Removal,
     ) {
-        for place in places {
-            let there = self.own_chains(*place, scope);
+        for table in tables {
+            let there = self.own_chains(*table, scope);
             let done = there.and_then(|count| match count {
                 0 => Ok(()),
-                _ => remove_from(purpose, scope, *place, removed),
+                _ => remove_from(purpose, scope, *table, removed),
             });
             if let Err(error) = done {
-                removed.pending.legacy.push(*place);
+                removed.pending.legacy.push(*table);
                 removed.note(Err(error));
             }
         }
@@ -115,7 +116,7 @@ fn remove_from(
         }
         tools.restore(&restoration(table, &plan))?;
     }
-    removed.plan(&place(family, table), plan);
+    removed.plan(&location(family, table), plan);
     Ok(())
 }
 

@@ -28,7 +28,7 @@ use serde::Serialize;
 
 use self::{
     in_use::InUse,
-    owner_tag::{Marks, OwnPlaces},
+    owner_tag::{Marks, OwnNatTables},
     plan::{Plan, RetainReason},
 };
 use crate::{
@@ -39,7 +39,7 @@ use crate::{
 
 pub use self::{
     from_ipvs::own_sockets::deprecate_addresses,
-    health_checks::{Place, accepted_by_kube_proxy, accepted_in_its_place, is_any_mode_in_use},
+    health_checks::{FilterTable, accepted_by_kube_proxy, accepted_by_proxy_ctl, is_any_mode_in_use},
     owner_tag::{is_marked, is_overwritten},
     remains::Remains,
 };
@@ -115,39 +115,39 @@ impl PartKind {
     }
 }
 
-/// A number of objects of one kind in one place: in a table, in IPVS or in ipset.
+/// A number of objects of one kind at one location: in a table, in IPVS or in ipset.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Part {
-    /// The place, such as `nftables ip nat`.
-    pub place: String,
+    /// The location, such as `nftables ip nat`.
+    pub location: String,
     pub what: PartKind,
     pub count: usize,
 }
 
 impl Part {
-    fn new(place: String, what: PartKind, count: usize) -> Self {
-        Self { place, what, count }
+    fn new(location: String, what: PartKind, count: usize) -> Self {
+        Self { location, what, count }
     }
 }
 
 impl std::fmt::Display for Part {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (one, several) = self.what.names();
-        write!(f, "{} {} in {}", self.count, if self.count == 1 { one } else { several }, self.place)
+        write!(f, "{} {} in {}", self.count, if self.count == 1 { one } else { several }, self.location)
     }
 }
 
 /// An object of kube-proxy's that is not removed, because another program uses it.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Retained {
-    pub place: String,
+    pub location: String,
     pub name: String,
     pub why: String,
 }
 
 impl Retained {
-    fn new(place: String, name: String, why: String) -> Self {
-        Self { place, name, why }
+    fn new(location: String, name: String, why: String) -> Self {
+        Self { location, name, why }
     }
 }
 
@@ -228,17 +228,17 @@ pub struct Removal {
 }
 
 impl Removal {
-    fn part(&mut self, place: String, what: PartKind, count: usize) {
+    fn part(&mut self, location: String, what: PartKind, count: usize) {
         if count > 0 {
-            self.parts.push(Part::new(place, what, count));
+            self.parts.push(Part::new(location, what, count));
         }
     }
 
-    fn plan<R>(&mut self, place: &str, plan: Plan<R>) {
-        self.part(place.to_owned(), PartKind::Jumps, plan.rules.len());
-        self.part(place.to_owned(), PartKind::Chains, plan.deleted.len());
+    fn plan<R>(&mut self, location: &str, plan: Plan<R>) {
+        self.part(location.to_owned(), PartKind::Jumps, plan.rules.len());
+        self.part(location.to_owned(), PartKind::Chains, plan.deleted.len());
         let stays =
-            |(chain, why): (String, RetainReason)| Retained::new(place.to_owned(), chain, why.to_string());
+            |(chain, why): (String, RetainReason)| Retained::new(location.to_owned(), chain, why.to_string());
         self.retained.extend(plan.retained.into_iter().map(stays));
     }
 
@@ -376,16 +376,16 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
         return Ok(Removal::default());
     }
     let others = Marks::read(other.and_then(names::mark_of_own_chains))?;
-    let places = OwnPlaces::new(&common, &own, &others);
+    let nat_tables = OwnNatTables::new(&common, &own, &others);
     let InUse { modes: in_use, locks: _locks, problems } = InUse::lock_others(&in_use::MODES);
     let of_mode = in_use.iter().zip(problems).find(|(in_use, _)| **in_use == mode);
     if let Some((_, problem)) = of_mode {
         return Err(problem);
     }
-    let mut whole = owner_tag::rules_in(&places.whole);
+    let mut whole = owner_tag::rules_in(&nat_tables.whole);
     // A kube-proxy in mode ipvs that has written in one family has virtual servers and uses the
     // device.
-    if mode == Mode::Ipvs && places.begun.is_empty() && own.unmarked.is_empty() {
+    if mode == Mode::Ipvs && nat_tables.begun.is_empty() && own.unmarked.is_empty() {
         let PendingRemoval { sets, device, .. } = PendingRemoval::everything();
         whole = PendingRemoval { servers: ipvs::known_servers(keeps)?, sets, device, ..whole };
     }
@@ -395,9 +395,9 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
         let scope = Scope { in_use, only: Some(mode) };
         FormerRules::default().remove_in(scope, Purpose::Cleanup, keeps, pending, &mut removed);
     };
-    remove(&with_other, &owner_tag::rules_in(&places.partly));
+    remove(&with_other, &owner_tag::rules_in(&nat_tables.partly));
     remove(&in_use, &whole);
-    if let (Some(other), false) = (other, places.begun.is_empty()) {
+    if let (Some(other), false) = (other, nat_tables.begun.is_empty()) {
         removed.problems.push(Error::Begun { mode, other });
     }
     Ok(removed)

@@ -83,12 +83,12 @@ fn own<'a>(table: &str, chains: &'a [Chain], scope: Scope<'_>) -> Vec<&'a str> {
     plan::own_chains(table, chains.iter().map(|chain| chain.name.as_str()), scope)
 }
 
-fn place(family: TableFamily, table: &str) -> String {
+fn location(family: TableFamily, table: &str) -> String {
     format!("nftables {} {table}", family.name())
 }
 
 fn own_table((family, table): TableId) -> Part {
-    Part::new(place(family, table), PartKind::Tables, 1)
+    Part::new(location(family, table), PartKind::Tables, 1)
 }
 
 pub(super) fn find(scope: Scope<'_>) -> Result<Vec<Part>, Error> {
@@ -97,7 +97,7 @@ pub(super) fn find(scope: Scope<'_>) -> Result<Vec<Part>, Error> {
     let tables = inventory.tables.iter().map(|table| own_table(*table));
     let chains = inventory.chains.iter().map(|(family, table, chains)| {
         let names = chains.iter().map(|chain| chain.name.as_str());
-        Part::new(place(*family, table), PartKind::Chains, plan::count(table, names, scope))
+        Part::new(location(*family, table), PartKind::Chains, plan::count(table, names, scope))
     });
     Ok(tables.chain(chains).collect())
 }
@@ -105,7 +105,7 @@ pub(super) fn find(scope: Scope<'_>) -> Result<Vec<Part>, Error> {
 /// Makes the holder of a family, before rules of iptables-legacy are removed.
 pub(super) fn hold(family: TableFamily, removed: &mut Removal) -> Result<(), Error> {
     let Some(nftables) = NfTables::load()? else {
-        removed.without_holder.push(place(family, names::NFTABLES_TABLE));
+        removed.without_holder.push(location(family, names::NFTABLES_TABLE));
         return Ok(());
     };
     if nftables.tables(family)?.iter().any(|table| table == names::NFTABLES_TABLE) {
@@ -117,7 +117,7 @@ pub(super) fn hold(family: TableFamily, removed: &mut Removal) -> Result<(), Err
     let holders = [(family, 0..add_holder_messages(&mut batch, family).end)];
     let refused = nftables.commit(batch)?;
     if !cannot_be_held(&refused, &holders).is_empty() {
-        removed.without_holder.push(place(family, names::NFTABLES_TABLE));
+        removed.without_holder.push(location(family, names::NFTABLES_TABLE));
         return Ok(());
     }
     match refused.first() {
@@ -169,7 +169,7 @@ fn cannot_be_held(refused: &[Refused], holders: &[Holder]) -> Vec<TableFamily> {
 
 fn holder(family: TableFamily) -> Retained {
     Retained::new(
-        place(family, names::NFTABLES_TABLE),
+        location(family, names::NFTABLES_TABLE),
         names::HOLDER.to_owned(),
         "made by this proxy, without effect on new connections: the kernel translates established connections while it is there".to_owned(),
     )
@@ -330,11 +330,11 @@ fn transaction(tables: &OwnTables, plans: &[TablePlan]) -> Transaction {
 
 fn report(tables: &OwnTables, plans: Vec<TablePlan>, removed: &mut Removal) {
     for TablePlan { family, table, plan } in plans {
-        removed.plan(&place(family, table), plan);
+        removed.plan(&location(family, table), plan);
     }
     removed.parts.extend(tables.deleted.iter().map(|table| own_table(*table)));
     removed.retained.extend(tables.held.iter().map(|family| holder(*family)));
-    let without_holder = tables.without_holder.iter().map(|family| place(*family, names::NFTABLES_TABLE));
+    let without_holder = tables.without_holder.iter().map(|family| location(*family, names::NFTABLES_TABLE));
     removed.without_holder.extend(without_holder);
 }
 
@@ -375,8 +375,8 @@ mod tests {
         assert!(whole.without_holder.is_empty());
         assert_eq!(partly.deleted, own);
         assert_eq!((partly.held, partly.without_holder), (vec![HELD[1]], vec![HELD[0]]));
-        let places: Vec<_> = transaction(&whole, &[]).holders;
-        assert_eq!(places, [(HELD[0], 3..6), (HELD[1], 6..9)]);
+        let holders: Vec<_> = transaction(&whole, &[]).holders;
+        assert_eq!(holders, [(HELD[0], 3..6), (HELD[1], 6..9)]);
     }
 
     #[rstest]

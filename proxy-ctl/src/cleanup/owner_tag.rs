@@ -13,7 +13,7 @@ use crate::{
 
 /// A table `nat`, by backend and IP family.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Place {
+pub(super) enum NatTable {
     Nft(TableFamily),
     Legacy(TableFamily),
 }
@@ -22,10 +22,10 @@ pub(super) enum Place {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Marks {
     /// The tables in which the chain has the tag.
-    pub(super) marked: Vec<Place>,
+    pub(super) marked: Vec<NatTable>,
     /// The tables in which the chain lacks the tag: a kube-proxy has created the chain, or has
     /// written it after this proxy.
-    pub(super) unmarked: Vec<Place>,
+    pub(super) unmarked: Vec<NatTable>,
 }
 
 impl Marks {
@@ -40,20 +40,20 @@ impl Marks {
             {
                 let rules = nftables.rules(family, table, chain)?;
                 let is_marked = rules.iter().any(|rule| rule.comment.as_deref() == Some(comment));
-                marks.add(Place::Nft(family), is_marked);
+                marks.add(NatTable::Nft(family), is_marked);
             }
             // Asking for a table that does not exist would create it.
             if xtables::tables(family)?.iter().any(|name| name == table)
                 && let Some(is_marked) = xtables::has_comment(family, table, chain, comment)?
             {
-                marks.add(Place::Legacy(family), is_marked);
+                marks.add(NatTable::Legacy(family), is_marked);
             }
         }
         Ok(marks)
     }
 
-    fn add(&mut self, place: Place, is_marked: bool) {
-        if is_marked { self.marked.push(place) } else { self.unmarked.push(place) }
+    fn add(&mut self, table: NatTable, is_marked: bool) {
+        if is_marked { self.marked.push(table) } else { self.unmarked.push(table) }
     }
 }
 
@@ -62,36 +62,36 @@ impl Marks {
 /// Modes iptables and ipvs write some chains of the same names. For each of them, "the other mode"
 /// is the other of these two.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) struct OwnPlaces {
+pub(super) struct OwnNatTables {
     /// The tables in which all chains are this proxy's.
-    pub(super) whole: Vec<Place>,
+    pub(super) whole: Vec<NatTable>,
     /// The tables in which a kube-proxy in the other mode owns the chains that both modes write.
-    pub(super) partly: Vec<Place>,
+    pub(super) partly: Vec<NatTable>,
     /// The tables in which a kube-proxy in the other mode has created chains of that mode alone,
     /// but has not yet written the chains that both modes write.
-    pub(super) begun: Vec<Place>,
+    pub(super) begun: Vec<NatTable>,
 }
 
-impl OwnPlaces {
+impl OwnNatTables {
     /// Compares owner tags. `common` are the mode's tags of [`names::mark`], and `own` are its tags
     /// of [`names::mark_of_own_chains`]. `other` are the tags of [`names::mark_of_own_chains`] of
     /// the other mode.
     pub(super) fn new(common: &Marks, own: &Marks, other: &Marks) -> Self {
-        let is_begun = |place: &Place| other.unmarked.contains(place);
+        let is_begun = |table: &NatTable| other.unmarked.contains(table);
         let (begun, whole) = common.marked.iter().copied().partition(is_begun);
-        let partly = own.marked.iter().copied().filter(|place| !common.marked.contains(place)).collect();
+        let partly = own.marked.iter().copied().filter(|table| !common.marked.contains(table)).collect();
         Self { whole, partly, begun }
     }
 }
 
 /// Returns the rules of modes iptables, ipvs and userspace in the backends and IP families of these
 /// tables.
-pub(super) fn rules_in(places: &[Place]) -> PendingRemoval {
+pub(super) fn rules_in(tables: &[NatTable]) -> PendingRemoval {
     let mut pending = PendingRemoval::default();
-    for place in places {
-        match *place {
-            Place::Nft(family) => pending.nft.push(family),
-            Place::Legacy(family) => pending.legacy.extend(names::IPTABLES.map(|table| (family, table))),
+    for table in tables {
+        match *table {
+            NatTable::Nft(family) => pending.nft.push(family),
+            NatTable::Legacy(family) => pending.legacy.extend(names::IPTABLES.map(|table| (family, table))),
         }
     }
     pending
@@ -113,7 +113,7 @@ pub fn is_overwritten(mode: Mode) -> Result<bool, Error> {
         return Ok(false);
     }
     let common = Marks::read(names::mark(mode))?;
-    Ok(!OwnPlaces::new(&common, &own, &Marks::default()).partly.is_empty())
+    Ok(!OwnNatTables::new(&common, &own, &Marks::default()).partly.is_empty())
 }
 
 #[cfg(test)]
@@ -122,9 +122,9 @@ mod tests {
 
     use super::*;
 
-    const IPV4: Place = Place::Nft(TableFamily::Ipv4);
-    const IPV6: Place = Place::Nft(TableFamily::Ipv6);
-    const BOTH: &[Place] = &[IPV4, IPV6];
+    const IPV4: NatTable = NatTable::Nft(TableFamily::Ipv4);
+    const IPV6: NatTable = NatTable::Nft(TableFamily::Ipv6);
+    const BOTH: &[NatTable] = &[IPV4, IPV6];
 
     #[rstest]
     #[case::nobody_else(BOTH, BOTH, &[], BOTH, &[], &[])]
@@ -135,16 +135,16 @@ mod tests {
     #[case::of_a_build_without_the_second_mark(BOTH, &[], &[], BOTH, &[], &[])]
     #[case::taken_over_by_the_same_mode(&[], &[], &[], &[], &[], &[])]
     fn whose_chains_are_there(
-        #[case] common: &[Place],
-        #[case] own: &[Place],
-        #[case] of_the_other_mode: &[Place],
-        #[case] whole: &[Place],
-        #[case] partly: &[Place],
-        #[case] begun: &[Place],
+        #[case] common: &[NatTable],
+        #[case] own: &[NatTable],
+        #[case] of_the_other_mode: &[NatTable],
+        #[case] whole: &[NatTable],
+        #[case] partly: &[NatTable],
+        #[case] begun: &[NatTable],
     ) {
-        let marked = |places: &[Place]| Marks { marked: places.to_vec(), ..Marks::default() };
+        let marked = |tables: &[NatTable]| Marks { marked: tables.to_vec(), ..Marks::default() };
         let other = Marks { unmarked: of_the_other_mode.to_vec(), ..Marks::default() };
-        let expected = OwnPlaces { whole: whole.to_vec(), partly: partly.to_vec(), begun: begun.to_vec() };
-        assert_eq!(OwnPlaces::new(&marked(common), &marked(own), &other), expected);
+        let expected = OwnNatTables { whole: whole.to_vec(), partly: partly.to_vec(), begun: begun.to_vec() };
+        assert_eq!(OwnNatTables::new(&marked(common), &marked(own), &other), expected);
     }
 }

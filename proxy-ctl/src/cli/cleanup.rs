@@ -86,32 +86,32 @@ fn show(
 }
 
 fn in_words(bpffs: &Path, own: &Removed, former: Option<&cleanup::Removal>) -> String {
-    let place = bpffs.display();
+    let path = bpffs.display();
     let Some(former) = former else {
         if own.is_empty() {
-            return format!("Nothing of proxy-ctl is in {place}.\n");
+            return format!("Nothing of proxy-ctl is in {path}.\n");
         }
         let (links, filters, objects) = (own.links.len(), own.filters, own.objects.len());
         return format!(
-            "proxy-ctl has removed {links} links, {filters} filters, and {objects} maps and tables from {place}.\n"
+            "proxy-ctl has removed {links} links, {filters} filters, and {objects} maps and tables from {path}.\n"
         );
     };
     let ours = [("links", own.links.len()), ("filters", own.filters), ("maps and tables", own.objects.len())];
     let ours = ours.into_iter().filter(|(_, count)| *count > 0);
     let ours =
-        ours.map(|(what, count)| ["proxy-ctl".into(), place.to_string(), what.into(), count.to_string()]);
+        ours.map(|(what, count)| ["proxy-ctl".into(), path.to_string(), what.into(), count.to_string()]);
     let theirs = former.parts.iter().map(|part| {
-        ["kube-proxy".into(), part.place.clone(), part.what.name().into(), part.count.to_string()]
+        ["kube-proxy".into(), part.location.clone(), part.what.name().into(), part.count.to_string()]
     });
     let removed: Vec<_> = ours.chain(theirs).collect();
     let mut text = if removed.is_empty() {
-        format!("Nothing of proxy-ctl is in {place}, and nothing was removed of another kube-proxy.\n")
+        format!("Nothing of proxy-ctl is in {path}, and nothing was removed of another kube-proxy.\n")
     } else {
         table(["OWNER", "WHERE", "REMOVED", "NUMBER"], removed)
     };
     if !former.retained.is_empty() {
         let kept =
-            former.retained.iter().map(|kept| [kept.place.clone(), kept.name.clone(), kept.why.clone()]);
+            former.retained.iter().map(|kept| [kept.location.clone(), kept.name.clone(), kept.why.clone()]);
         text.push('\n');
         text.push_str(&table(["WHERE", "STAYS", "WHY"], kept));
     }
@@ -126,10 +126,10 @@ mod tests {
     #[test]
     fn what_was_removed_and_what_stays_is_told() {
         let own = Removed { links: vec!["cgroup_connect4".into()], filters: 0, objects: Vec::new() };
-        let place = "nftables ip nat".to_owned();
+        let location = "nftables ip nat".to_owned();
         let former = cleanup::Removal {
-            parts: vec![Part { place: place.clone(), what: PartKind::Chains, count: 12 }],
-            retained: vec![Retained { place, name: "KUBE-SVC-A".into(), why: "emptied".into() }],
+            parts: vec![Part { location: location.clone(), what: PartKind::Chains, count: 12 }],
+            retained: vec![Retained { location, name: "KUBE-SVC-A".into(), why: "emptied".into() }],
             ..cleanup::Removal::default()
         };
         let text = in_words(Path::new("/sys/fs/bpf"), &own, Some(&former));

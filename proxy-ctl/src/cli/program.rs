@@ -8,7 +8,7 @@ use crate::{config::VersionFormat, version};
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Program {
     ProxyCtl,
-    /// The program takes kube-proxy's place. Its flags and its version are those of kube-proxy.
+    /// The program replaces kube-proxy. Its flags and its version are those of kube-proxy.
     KubeProxy,
 }
 

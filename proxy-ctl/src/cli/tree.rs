@@ -53,7 +53,7 @@ pub(super) fn subcommand(name: &str) -> Command {
 
 pub(super) fn kube_proxy() -> Command {
     let command = Command::new("kube-proxy")
-        .about("proxy-ctl in kube-proxy's place: the service proxy of a Kubernetes node")
+        .about("proxy-ctl instead of kube-proxy: the service proxy of a Kubernetes node")
         .after_help("Called as proxy-ctl, the program has more commands: proxy-ctl --help.");
     with_flags(command.disable_help_flag(true).max_term_width(WIDTH), FLAGS.iter().collect())
 }

@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn when_all_places_are_taken_the_source_with_most_of_them_gives_one_up() {
+    fn when_all_slots_are_taken_the_source_with_most_of_them_gives_one_up() {
         let connections = Connections::default();
         let few = admit(&connections, 0, 2);
         let mut crowds = Vec::new();

@@ -138,7 +138,7 @@ const MOST_SHARED: usize = 64;
 /// same for all service ports.
 fn shared(set: Vec<u32>) -> Arc<[u32]> {
     static WHOLE: [OnceLock<Arc<[u32]>>; MOST_SHARED + 1] = [const { OnceLock::new() }; MOST_SHARED + 1];
-    let is_whole = (0..).zip(&set).all(|(place, index)| place == *index);
+    let is_whole = (0..).zip(&set).all(|(position, index)| position == *index);
     match WHOLE.get(set.len()).filter(|_| is_whole) {
         Some(whole) => Arc::clone(whole.get_or_init(|| set.into())),
         None => set.into(),

@@ -19,8 +19,8 @@ impl PortSet {
     pub(super) fn insert(&mut self, port: Arc<DesiredPort>) -> Option<Arc<DesiredPort>> {
         match self.0.entry(hash(&port.name), |one| one.name == port.name, |one| hash(&one.name)) {
             Entry::Occupied(mut found) => Some(std::mem::replace(found.get_mut(), port)),
-            Entry::Vacant(place) => {
-                place.insert(port);
+            Entry::Vacant(vacant) => {
+                vacant.insert(port);
                 None
             }
         }
@@ -64,7 +64,7 @@ mod tests {
     };
 
     #[test]
-    fn a_port_takes_the_place_of_the_one_with_its_name() {
+    fn a_port_replaces_the_one_with_its_name() {
         let mut model = Model::new("node");
         model.apply_service(service("default/web", &["10.96.0.1"]).ports(vec![port("a", 80), port("b", 81)]));
         let first = model.take_changes().changed;

@@ -46,12 +46,12 @@ impl Snapshot {
                     service.frontends.retain(|one| !found.frontends.contains(one));
                     found.frontends.extend(service.frontends);
                 }
-                Err(place) => self.services.insert(place, service),
+                Err(index) => self.services.insert(index, service),
             }
         }
-        let place = |one: &BackendSnapshot| (one.address, one.protocol);
-        let known: HashSet<_> = self.backends.iter().map(place).collect();
-        self.backends.extend(secondary.backends.into_iter().filter(|one| !known.contains(&place(one))));
+        let key = |one: &BackendSnapshot| (one.address, one.protocol);
+        let known: HashSet<_> = self.backends.iter().map(key).collect();
+        self.backends.extend(secondary.backends.into_iter().filter(|one| !known.contains(&key(one))));
         self.backends.sort_by_key(|one| one.address);
     }
 
@@ -199,7 +199,7 @@ pub struct NodeSnapshot {
     pub encapsulation: Encapsulation,
 }
 
-/// A place where a program of ours is attached to the node's traffic.
+/// Where a program of ours is attached to the node's traffic.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct Hook {
     /// The kernel's name of the hook: `connect4`, `ingress`.

@@ -371,7 +371,7 @@ impl Baseline {
 /// Returns the former rules of `now` that are new or more than in `before`.
 fn grown(before: &[Part], now: &[Part]) -> Vec<Part> {
     let was = |part: &Part| {
-        let same = before.iter().find(|old| (&old.place, old.what) == (&part.place, part.what));
+        let same = before.iter().find(|old| (&old.location, old.what) == (&part.location, part.what));
         same.map_or(0, |old| old.count)
     };
     now.iter().filter(|part| part.count > was(part)).cloned().collect()
@@ -380,7 +380,7 @@ fn grown(before: &[Part], now: &[Part]) -> Vec<Part> {
 /// Returns the former rules of `before` that are still there, each with the smaller count.
 fn shrunk(before: &[Part], now: &[Part]) -> Vec<Part> {
     let still = |old: &Part| {
-        let same = now.iter().find(|part| (&part.place, part.what) == (&old.place, old.what))?;
+        let same = now.iter().find(|part| (&part.location, part.what) == (&old.location, old.what))?;
         Some(Part { count: old.count.min(same.count), ..old.clone() })
     };
     before.iter().filter_map(still).collect()
@@ -433,9 +433,11 @@ impl Reported {
             );
         }
         self.waiting = removal.waiting;
-        for place in removal.without_holder.iter().filter(|place| !self.without_holder.contains(place)) {
+        for location in
+            removal.without_holder.iter().filter(|location| !self.without_holder.contains(location))
+        {
             tracing::warn!(
-                place,
+                location,
                 "connections that another kube-proxy's rules have translated break, unless other rules translate too: the \
                  kernel lacks nf_tables with nft_chain_nat and nft_ct, which would keep them"
             );
@@ -443,7 +445,7 @@ impl Reported {
         self.without_holder.extend_from_slice(&removal.without_holder);
         for retained in self.new_retained(&removal.retained) {
             tracing::warn!(
-                place = retained.place,
+                location = retained.location,
                 name = retained.name,
                 "of another kube-proxy, {}",
                 retained.why
@@ -468,8 +470,8 @@ mod tests {
         sys::CallError,
     };
 
-    fn part(place: &str, count: usize) -> Part {
-        Part { place: place.to_owned(), what: PartKind::Chains, count }
+    fn part(location: &str, count: usize) -> Part {
+        Part { location: location.to_owned(), what: PartKind::Chains, count }
     }
 
     #[test]
@@ -531,7 +533,8 @@ mod tests {
 
     #[test]
     fn a_retained_chain_is_logged_once() {
-        let retained = |name: &str| Retained { place: "nat".into(), name: name.into(), why: "in use".into() };
+        let retained =
+            |name: &str| Retained { location: "nat".into(), name: name.into(), why: "in use".into() };
         let mut reported = Reported::default();
         assert_eq!(reported.new_retained(&[retained("KUBE-A")]), [&retained("KUBE-A")]);
         assert_eq!(reported.new_retained(&[retained("KUBE-A"), retained("KUBE-B")]), [&retained("KUBE-B")]);

@@ -20,23 +20,23 @@ pub(crate) trait Direct: Copy {
             return None;
         }
         // The compiler must not compute what is compared and what is read apart: the verifier knows the bounds of one pointer.
-        let place = black_box(begin + offset as usize);
-        if place + N > end { None } else { Some(place as *mut [u8; N]) }
+        let pointer = black_box(begin + offset as usize);
+        if pointer + N > end { None } else { Some(pointer as *mut [u8; N]) }
     }
 
     #[inline(always)]
     fn load<const N: usize>(self, offset: u32) -> Result<[u8; N], Reason> {
-        let place = self.at::<N>(offset).ok_or(Reason::Malformed)?;
+        let pointer = self.at::<N>(offset).ok_or(Reason::Malformed)?;
         let mut bytes = [0; N];
         let (words, rest) = bytes.as_chunks_mut::<4>();
         for (index, word) in words.iter_mut().enumerate() {
             // SAFETY: inside of the bytes.
-            *word = unsafe { load_word(place.cast::<u32>().add(index)) }.to_ne_bytes();
+            *word = unsafe { load_word(pointer.cast::<u32>().add(index)) }.to_ne_bytes();
         }
         let loaded = N - rest.len();
         for (index, byte) in rest.iter_mut().enumerate() {
             // SAFETY: as above.
-            *byte = unsafe { place.cast::<u8>().add(loaded + index).read() };
+            *byte = unsafe { pointer.cast::<u8>().add(loaded + index).read() };
         }
         Ok(bytes)
     }
@@ -56,16 +56,16 @@ pub(crate) trait Direct: Copy {
 
     #[inline(always)]
     fn store<const N: usize>(self, offset: u32, bytes: [u8; N]) -> Result<(), Reason> {
-        let place = self.at::<N>(offset).ok_or(Reason::RewriteFailed)?;
+        let pointer = self.at::<N>(offset).ok_or(Reason::RewriteFailed)?;
         let (words, rest) = bytes.as_chunks::<4>();
         for (index, word) in words.iter().enumerate() {
             // SAFETY: inside of the bytes, which are this program's own while it runs.
-            unsafe { store_word(place.cast::<u32>().add(index), u32::from_ne_bytes(*word)) };
+            unsafe { store_word(pointer.cast::<u32>().add(index), u32::from_ne_bytes(*word)) };
         }
         let stored = N - rest.len();
         for (index, byte) in rest.iter().enumerate() {
             // SAFETY: as above.
-            unsafe { place.cast::<u8>().add(stored + index).write(*byte) };
+            unsafe { pointer.cast::<u8>().add(stored + index).write(*byte) };
         }
         Ok(())
     }
@@ -90,17 +90,17 @@ pub(crate) trait Direct: Copy {
 /// Headers end before: the verifier follows offsets that have a bound.
 const FARTHEST: u32 = 0x3ff;
 
-/// A word of a packet. Its place is not aligned, which rustc makes four loads of; the verifier asks for alignment only where a
+/// A word of a packet. Its address is not aligned, which rustc makes four loads of; the verifier asks for alignment only where a
 /// machine does.
 ///
 /// # Safety
 /// All four bytes are the packet's.
 #[inline(always)]
-unsafe fn load_word(place: *const u32) -> u32 {
+unsafe fn load_word(pointer: *const u32) -> u32 {
     let word: u64;
     // SAFETY: as the caller says.
     unsafe {
-        asm!("{word} = *(u32 *)({place} + 0)", place = in(reg) place, word = lateout(reg) word, options(pure, readonly, nostack));
+        asm!("{word} = *(u32 *)({pointer} + 0)", pointer = in(reg) pointer, word = lateout(reg) word, options(pure, readonly, nostack));
     }
     word as u32
 }
@@ -110,9 +110,9 @@ unsafe fn load_word(place: *const u32) -> u32 {
 /// # Safety
 /// All four bytes are the packet's, and nobody else uses them.
 #[inline(always)]
-unsafe fn store_word(place: *mut u32, word: u32) {
+unsafe fn store_word(pointer: *mut u32, word: u32) {
     // SAFETY: as the caller says.
     unsafe {
-        asm!("*(u32 *)({place} + 0) = {word}", place = in(reg) place, word = in(reg) u64::from(word), options(nostack));
+        asm!("*(u32 *)({pointer} + 0) = {word}", pointer = in(reg) pointer, word = in(reg) u64::from(word), options(nostack));
     }
 }

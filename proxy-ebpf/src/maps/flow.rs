@@ -119,12 +119,12 @@ fn masquerade_port(random: u32, attempt: u32) -> Port {
     if pool.ports == 0 {
         return Port::NONE;
     }
-    let place = pool.place(random, attempt);
-    let Some(four) = maps::masquerade_ports.get_ptr(place / 4) else { return Port::NONE };
+    let index = pool.index(random, attempt);
+    let Some(four) = maps::masquerade_ports.get_ptr(index / 4) else { return Port::NONE };
     // SAFETY: of a map value, in bounds and aligned to 8; one load, as the controller replaces four ports by one store.
     let four = unsafe { read_volatile(four.cast::<u64>()) };
     // The BPF object is little-endian.
-    Port::new((four >> (place % 4 * 16)) as u16)
+    Port::new((four >> (index % 4 * 16)) as u16)
 }
 
 #[inline(always)]

@@ -212,7 +212,7 @@ fn quote<A>(ctx: &TcContext, packet: &Packet<A>, before: u32) -> Result<(u32, Su
     // The verifier must see the loop's end: a counter in memory is one that the compiler does not replace by the
     // offset. 8 bytes wide, or 5.10 would not follow it.
     let mut counter = 0u64;
-    // From the end, because old and new place overlap.
+    // From the end, because the old and the new bytes overlap.
     loop {
         // SAFETY: a local.
         let done = unsafe { read_volatile(addr_of!(counter)) } as u32;

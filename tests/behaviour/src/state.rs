@@ -100,12 +100,12 @@ pub fn end_orphans(lab: &Lab, node: NodeNumber) -> Result<()> {
 }
 
 /// Adds an nftables table with these chains to a node or a pod, or removes it.
-fn with_table(lab: &Lab, place: &str, name: &str, chains: Option<&str>) -> Result<()> {
+fn with_table(lab: &Lab, namespace: &str, name: &str, chains: Option<&str>) -> Result<()> {
     let commands = match chains {
         Some(chains) => format!("table inet {name} {{\n{chains}\n}}"),
         None => format!("delete table inet {name}"),
     };
-    within(&lab.netns(place)?.namespace, || output("nft", &[&commands]).map(drop))
+    within(&lab.netns(namespace)?.namespace, || output("nft", &[&commands]).map(drop))
 }
 
 /// Returns the TCP connections that a node knows and nobody has answered, as the tool conntrack

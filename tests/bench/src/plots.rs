@@ -231,9 +231,9 @@ fn growth(file: &Path, heading: &str, lines: &[(Contender, Vec<(f64, f64)>)]) ->
         .y_label_formatter(&number)
         .draw()?;
     let mut ends = Vec::new();
-    for (place, (contender, points)) in lines.iter().enumerate() {
+    for (index, (contender, points)) in lines.iter().enumerate() {
         // Lines of one colour differ in how dark they are.
-        let style = color(*contender).mix(1.0 - 0.6 * place as f64 / lines.len() as f64).stroke_width(2);
+        let style = color(*contender).mix(1.0 - 0.6 * index as f64 / lines.len() as f64).stroke_width(2);
         chart.draw_series(LineSeries::new(points.iter().copied(), style))?;
         chart.draw_series(points.iter().map(|point| Circle::new(*point, 3, style.filled())))?;
         ends.extend(points.last().map(|last| (chart.backend_coord(last), contender.name)));

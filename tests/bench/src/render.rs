@@ -75,9 +75,9 @@ fn table(title: &str, header: &[&str], rows: Vec<Vec<String>>) -> Option<String>
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
     table.set_header([&["", "services"], header].concat()).add_rows(rows);
-    for (place, column) in table.column_iter_mut().enumerate() {
+    for (index, column) in table.column_iter_mut().enumerate() {
         column.set_padding((0, 2));
-        if place > 0 {
+        if index > 0 {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }

@@ -37,9 +37,9 @@ impl Spread {
 
 /// Returns a quantile, in proportion between two values.
 fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
-    let place = sorted.len().checked_sub(1)? as f64 * part;
-    let (below, above) = (sorted.get(place.floor() as usize)?, sorted.get(place.ceil() as usize)?);
-    Some(below + (above - below) * place.fract())
+    let index = sorted.len().checked_sub(1)? as f64 * part;
+    let (below, above) = (sorted.get(index.floor() as usize)?, sorted.get(index.ceil() as usize)?);
+    Some(below + (above - below) * index.fract())
 }
 
 #[cfg(test)]

@@ -141,12 +141,12 @@ impl Module {
     }
 
     /// Builds the tests of a package as one program of this name, unless an earlier build has left
-    /// it. If a file is given, a file of this module takes its place. Returns an error without Go.
+    /// it. If a file is given, a file of this module replaces it. Returns an error without Go.
     pub fn build_tests(&self, other: Option<&Replaced<'_>>, package: &str, program: &str) -> Result<()> {
         self.provide(&[program], |_, folder| {
             self.download(&["list", "-deps", "-test", "-tags", self.tags, package])?;
-            let place = tempfile::tempdir().context("creating a folder for the build")?;
-            let replaced = other.map(|other| self.replace(other, place.path())).transpose()?;
+            let build_folder = tempfile::tempdir().context("creating a folder for the build")?;
+            let replaced = other.map(|other| self.replace(other, build_folder.path())).transpose()?;
             let flags = replaced.iter().flatten().map(String::as_str);
             let command: Vec<&str> = ["test", "-vet=off", "-c"].into_iter().chain(flags).collect();
             self.compile(&command, &[package], &folder.join(program))
@@ -154,20 +154,20 @@ impl Module {
     }
 
     /// Returns the flags of `go build` for a replaced file. Go refuses to replace files of its
-    /// module cache, so a link in `place` becomes the module's folder.
-    fn replace(&self, other: &Replaced<'_>, place: &Path) -> Result<[String; 2]> {
-        let module = place.join("module");
+    /// module cache, so a link in `build_folder` becomes the module's folder.
+    fn replace(&self, other: &Replaced<'_>, build_folder: &Path) -> Result<[String; 2]> {
+        let module = build_folder.join("module");
         symlink(self.sources(other.module)?, &module).context("linking the module's folder")?;
         let theirs = module.join(other.file);
         ensure!(theirs.is_file(), "{} has no file {}", other.module, other.file);
         let ours = fs::canonicalize(self.folder.join(other.by)).with_context(|| other.by.to_owned())?;
         let write = |name: &str, text: String| {
-            let path = place.join(name);
+            let path = build_folder.join(name);
             fs::write(&path, text).map(|()| path).with_context(|| format!("writing {name}"))
         };
         let modules = format!("{}\nreplace {} => {}\n", self.go_mod()?, other.module, module.display());
         let modules = write("go.mod", modules)?;
-        fs::copy(self.folder.join("go.sum"), place.join("go.sum")).context("copying go.sum")?;
+        fs::copy(self.folder.join("go.sum"), build_folder.join("go.sum")).context("copying go.sum")?;
         let files = serde_json::json!({ "Replace": { (theirs.to_string_lossy()): ours } });
         let overlay = write("overlay.json", files.to_string())?;
         Ok([format!("-modfile={}", modules.display()), format!("-overlay={}", overlay.display())])

@@ -15,7 +15,7 @@ use super::capabilities;
 
 /// Network namespace and cgroup in which a container runs.
 #[derive(Clone, Copy, Debug)]
-pub struct Placement<'a> {
+pub struct Sandbox<'a> {
     pub network_namespace: &'a Path,
     /// cgroup of the container, below the root of the cgroups.
     pub cgroup: &'a str,
@@ -102,7 +102,7 @@ pub fn configuration(
     container: &Value,
     image: &Value,
     prepared: &Prepared,
-    placement: Placement<'_>,
+    sandbox: Sandbox<'_>,
 ) -> Result<Value> {
     let (spec, security) = (&pod["spec"], &container["securityContext"]);
     understood(spec, POD_FIELDS, "spec")?;
@@ -128,7 +128,7 @@ pub fn configuration(
         process["oomScoreAdj"] = CRITICAL_OOM_SCORE.into();
     }
     let mut namespaces =
-        vec![json!({"type": "network", "path": placement.network_namespace}), json!({"type": "mount"})];
+        vec![json!({"type": "network", "path": sandbox.network_namespace}), json!({"type": "mount"})];
     let own = |field: &str| spec[field] != true;
     namespaces.extend(own("hostPID").then(|| json!({"type": "pid"})));
     namespaces.extend(own("hostIPC").then(|| json!({"type": "ipc"})));
@@ -144,7 +144,7 @@ pub fn configuration(
             "maskedPaths": masked,
             "readonlyPaths": read_only,
             "resources": {"devices": [{"allow": privileged, "access": "rwm"}]},
-            "cgroupsPath": placement.cgroup,
+            "cgroupsPath": sandbox.cgroup,
             "rootfsPropagation": widest_propagation(container)?,
         },
     }))
@@ -268,9 +268,9 @@ mod tests {
             (json!({"securityContext": {}}), "not dropped"),
         ] {
             let pod = json!({"spec": {"hostNetwork": true, "containers": [container]}});
-            let placement = Placement { network_namespace: Path::new("/run/netns/x"), cgroup: "/x" };
+            let sandbox = Sandbox { network_namespace: Path::new("/run/netns/x"), cgroup: "/x" };
             let image = json!({"config": {"Entrypoint": ["/own"]}});
-            let found = configuration(&pod, &container, &image, &Prepared::default(), placement);
+            let found = configuration(&pod, &container, &image, &Prepared::default(), sandbox);
             let error = found.unwrap_err().to_string();
             assert!(error.contains(field), "{error}");
         }

@@ -131,8 +131,8 @@ fn hierarchies_in(mounts: &str, controllers: &str) -> Vec<Hierarchy> {
 }
 
 fn hierarchy(mount: &str, controllers: &BTreeSet<&str>) -> Option<Hierarchy> {
-    let (place, kind) = mount.split_once(" - ")?;
-    let mount_point = PathBuf::from(place.split(' ').nth(4)?);
+    let (fields, kind) = mount.split_once(" - ")?;
+    let mount_point = PathBuf::from(fields.split(' ').nth(4)?);
     let mut kind = kind.split(' ');
     let v1_options = match kind.next()? {
         "cgroup" => Some(v1_options(kind.nth(1)?, controllers)),

@@ -16,8 +16,8 @@ const NOT_HERE: [(&str, &str); 7] = [
     ("Netpol", "needs a network plugin with policies, which ptp is not"),
     ("NetworkPolicy", "needs a network plugin with policies, which ptp is not"),
     ("Internet connection", "needs the internet"),
-    ("PerformanceDNS", "measures CoreDNS, whose place a small DNS server takes here"),
-    ("DNS configMap", "changes the configuration of CoreDNS, whose place a small DNS server takes here"),
+    ("PerformanceDNS", "measures CoreDNS, which a small DNS server replaces here"),
+    ("DNS configMap", "changes the configuration of CoreDNS, which a small DNS server replaces here"),
     ("configurable pod resolv.conf", "runs CoreDNS, which the images of this suite do not have"),
     ("IPerf2", "reads columns of iperf 2.2, which Debian does not package yet"),
 ];

@@ -54,8 +54,8 @@ pub fn kept(folder: &Path) -> Result<Vec<(Setting, Record)>> {
         let record = serde_json::from_slice(&text).with_context(|| format!("reading {}", file.display()))?;
         records.push((*setting, record));
     }
-    let place = |setting: &Setting| Setting::TABLE.iter().position(|column| column == setting);
-    records.sort_by_key(|(setting, _)| place(setting).unwrap_or(usize::MAX));
+    let position = |setting: &Setting| Setting::TABLE.iter().position(|column| column == setting);
+    records.sort_by_key(|(setting, _)| position(setting).unwrap_or(usize::MAX));
     Ok(records)
 }
 

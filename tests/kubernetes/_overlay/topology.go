@@ -1,4 +1,4 @@
-// This file takes the place of kube-proxy's pkg/proxy/topology.go when its tests are built with
+// This file replaces kube-proxy's pkg/proxy/topology.go when its tests are built with
 // `go test -overlay`. It asks the model of proxy-ctl, so that kube-proxy's table of endpoint sets
 // is run against that model.
 

@@ -45,8 +45,8 @@ pub fn on_a_thread<T: Send>(namespace: Option<&str>, work: impl FnOnce() -> Resu
             namespace.map_or(Ok(()), |name| enter(&path(name)))?;
             work()
         });
-        let place = namespace.unwrap_or("our own namespace");
-        worker.join().map_err(|_| anyhow!("a thread in {place} panicked"))?
+        let name = namespace.unwrap_or("our own namespace");
+        worker.join().map_err(|_| anyhow!("a thread in {name} panicked"))?
     })
 }
 

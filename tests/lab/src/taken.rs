@@ -49,7 +49,7 @@ impl Taken {
         let ifb = limiting(device);
         run(namespace, "ip", &["link", "add", &ifb, "type", "ifb"])?;
         run(namespace, "ip", &["link", "set", &ifb, "up"])?;
-        take_place(namespace, device)?;
+        take_qdisc(namespace, device)?;
         let filter = "parent ffff: protocol all prio 1 u32 match u32 0 0 action mirred egress redirect dev";
         let mut arguments = vec!["filter", "add", "dev", device];
         arguments.extend(filter.split(' ').chain([ifb.as_str()]));
@@ -75,8 +75,8 @@ impl Taken {
 
 /// Replaces clsact by an ingress qdisc. The proxy may add clsact again between the two commands, so
 /// they are repeated until it does not.
-pub fn take_place(namespace: &str, device: &str) -> Result<()> {
-    wait::until(&format!("the place of clsact at {device} is taken"), TAKEN_WITHIN, || {
+pub fn take_qdisc(namespace: &str, device: &str) -> Result<()> {
+    wait::until(&format!("clsact at {device} is replaced"), TAKEN_WITHIN, || {
         // With tcx nothing is there.
         let _missing = run(namespace, "tc", &["qdisc", "del", "dev", device, "clsact"]);
         let added = run(namespace, "tc", &["qdisc", "add", "dev", device, "ingress"]);

@@ -34,7 +34,7 @@ fn everybody_reaches_everybody_and_nothing_stays() -> Result<()> {
         .iter()
         .chain(&hosts)
         .chain(&[OUTSIDE])
-        .map(|place| lab.server(place))
+        .map(|host| lab.server(host))
         .collect::<Result<Vec<_>>>()?;
     for client in &agents {
         for server in &agents {
@@ -42,7 +42,7 @@ fn everybody_reaches_everybody_and_nothing_stays() -> Result<()> {
             let to = lab.netns(server.name())?;
             // As in most clusters, there is no way between pods and the world outside.
             if (from.name == OUTSIDE) != (to.name == OUTSIDE)
-                && [from, to].iter().any(|place| pods.contains(&&*place.name))
+                && [from, to].iter().any(|end| pods.contains(&&*end.name))
             {
                 continue;
             }
@@ -79,12 +79,12 @@ fn everybody_reaches_everybody_and_nothing_stays() -> Result<()> {
 }
 
 #[test]
-fn the_place_of_clsact_is_taken_from_a_program_that_puts_it_there_again() -> Result<()> {
+fn the_qdisc_is_taken_from_a_program_that_puts_it_there_again() -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
         eprintln!("skipped: network namespaces need root");
         return Ok(());
     }
-    let namespace = format!("px-place-{}", std::process::id());
+    let namespace = format!("px-qdisc-{}", std::process::id());
     let tc = |arguments: &str| namespace::run(&namespace, "tc", &arguments.split(' ').collect::<Vec<_>>());
     namespace::ip(None, &format!("netns add {namespace}\n"))?;
     namespace::ip(Some(&namespace), "link add pod type veth peer name other\n")?;
@@ -98,7 +98,7 @@ fn the_place_of_clsact_is_taken_from_a_program_that_puts_it_there_again() -> Res
             }
         });
         thread::sleep(Duration::from_millis(50));
-        let taken = taken::take_place(&namespace, "pod");
+        let taken = taken::take_qdisc(&namespace, "pod");
         is_over.store(true, Ordering::Relaxed);
         taken
     });

@@ -55,7 +55,7 @@ impl Katran {
         Array::<_, [u8; 8]>::try_from(ebpf.map_mut("ctl_array").context("ctl_array")?)?
             .set(0, [2_u8; 8], 0)?;
         let mut ring = Array::try_from(ebpf.map_mut("ch_rings").context("ch_rings")?)?;
-        (0..RING).try_for_each(|place| ring.set(place, 1_u32, 0))?;
+        (0..RING).try_for_each(|index| ring.set(index, 1_u32, 0))?;
         Ok(Self(ebpf))
     }
 

@@ -197,8 +197,8 @@ impl Segment {
         let (headers, payload) = whole.split_at(self.link_header(0).len() + W::header_length(self));
         let count = payload.len().div_ceil(cut.piece);
         let fragment = |(index, piece): (usize, &[u8])| {
-            let place = ((index * cut.piece) as u16, index + 1 < count);
-            W::fragment(self, headers, piece, cut.id, place)
+            let position = ((index * cut.piece) as u16, index + 1 < count);
+            W::fragment(self, headers, piece, cut.id, position)
         };
         payload.chunks(cut.piece).enumerate().map(fragment).collect()
     }
@@ -249,15 +249,15 @@ pub(crate) trait Wire: Family<Address: AsRef<[u8]> + std::fmt::Debug> {
     /// Returns a host's address. A packet without Ethernet header has the family's ethertype at
     /// bytes 12 and 13, inside its source address, because BPF_PROG_TEST_RUN reads the protocol
     /// there.
-    fn address(place: KnownAddress) -> Self::Address;
+    fn address(of: KnownAddress) -> Self::Address;
     fn tcp_checksum(header: &TcpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16;
     fn udp_checksum(header: &UdpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16;
     fn packet(segment: &Segment, protocol: u8, transport: &[u8]) -> Vec<u8>;
     /// Returns the length of the network header, with all that each fragment repeats.
     fn header_length(segment: &Segment) -> usize;
-    /// Returns a fragment that begins with these headers, link and network. `place` is its offset
-    /// in bytes, and true if more fragments follow.
-    fn fragment(segment: &Segment, headers: &[u8], piece: &[u8], id: u16, place: (u16, bool)) -> Vec<u8>;
+    /// Returns a fragment that begins with these headers, link and network. `position` is its
+    /// offset in bytes, and true if more fragments follow.
+    fn fragment(segment: &Segment, headers: &[u8], piece: &[u8], id: u16, position: (u16, bool)) -> Vec<u8>;
     /// Returns the ICMP error from `source` to `destination` that says that nobody listens where
     /// `quoted` was sent.
     fn error(source: KnownAddress, destination: KnownAddress, quoted: &Segment) -> Vec<u8>;
@@ -282,8 +282,8 @@ pub(crate) trait Wire: Family<Address: AsRef<[u8]> + std::fmt::Debug> {
 impl Wire for V4 {
     const NAME: &'static str = "ipv4";
 
-    fn address(place: KnownAddress) -> [u8; 4] {
-        [8, 0, 77, place as u8]
+    fn address(of: KnownAddress) -> [u8; 4] {
+        [8, 0, 77, of as u8]
     }
 
     fn tcp_checksum(header: &TcpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16 {
@@ -413,8 +413,8 @@ fn chain(extra: Extra, last: u8) -> (u8, Vec<u8>) {
 impl Wire for V6 {
     const NAME: &'static str = "ipv6";
 
-    fn address(place: KnownAddress) -> [u8; 16] {
-        [0xfd, 0, 0, 0, 0x86, 0xdd, 0, 0, 0, 0, 0, 0, 0, 0, 0x77, place as u8]
+    fn address(of: KnownAddress) -> [u8; 16] {
+        [0xfd, 0, 0, 0, 0x86, 0xdd, 0, 0, 0, 0, 0, 0, 0, 0, 0x77, of as u8]
     }
 
     fn tcp_checksum(header: &TcpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16 {

@@ -63,13 +63,13 @@ fn compare(kind: &str, broken: &Broken, exceptions: &Exceptions) -> Vec<String> 
     raised.chain(mistaken).collect()
 }
 
-/// Fails if more breaks the rules of a kind than is listed. `show` returns the places where a rule
-/// is broken.
+/// Fails if more breaks the rules of a kind than is listed. `show` returns where a rule is
+/// broken.
 pub(crate) fn hold(kind: &str, broken: &Broken, show: impl Fn(&str) -> Vec<String>) {
     let wrong = compare(kind, broken, &parse(&tree::read(FILE)));
     for line in &wrong {
         let rule = line.split(": ").next().unwrap_or_default();
-        show(rule).iter().for_each(|place| println!("{place}"));
+        show(rule).iter().for_each(|breach| println!("{breach}"));
         println!("{line}");
     }
     assert!(wrong.is_empty(), "{wrong:#?}");

@@ -144,8 +144,8 @@ fn cycles() -> BTreeMap<String, Imports> {
 fn upward() -> Imports {
     let order = order(&tree::read("ARCHITECTURE.md"));
     let (mut imports, _) = all();
-    let place = |name: &String| order.iter().position(|module| module == name);
-    imports.retain(|(from, to), _| place(from) > place(to));
+    let position = |name: &String| order.iter().position(|module| module == name);
+    imports.retain(|(from, to), _| position(from) > position(to));
     imports
 }
 

@@ -1,8 +1,8 @@
 //! The rules of comments and documents: each sentence has a subject and a verb, and can be
 //! understood without the line above it.
 //!
-//! A place that is found is one to look at, not a verdict. So a number of each kind is allowed, and
-//! that number can only fall. This command lists only places in lines that were added since a
+//! What is found is something to look at, not a verdict. So a number of each kind is allowed, and
+//! that number can only fall. This command lists only what is in lines that were added since a
 //! commit:
 //!
 //!     PROSE_SINCE=<commit> cargo test -p xtask --test rules comments -- --show-output
@@ -57,9 +57,9 @@ impl Rule {
     }
 }
 
-/// A place that breaks a rule.
+/// A line or sentence that breaks a rule.
 #[derive(Debug, Eq, PartialEq)]
-struct Place {
+struct Breach {
     rule: Rule,
     line: usize,
     text: String,
@@ -93,7 +93,7 @@ fn regex(text: &str) -> Regex {
     Regex::new(&format!("(?x){text}")).unwrap()
 }
 
-fn in_code(source: &str) -> Vec<Place> {
+fn in_code(source: &str) -> Vec<Breach> {
     let mut found = Vec::new();
     let mut is_first = true;
     for (line, whole) in (1..).zip(source.lines()) {
@@ -110,13 +110,13 @@ fn in_code(source: &str) -> Vec<Place> {
             (Rule::Long, whole.chars().count() > CODE_COLUMNS),
         ];
         let broken = broken.into_iter().filter(|(_, is_broken)| *is_broken);
-        found.extend(broken.map(|(rule, _)| Place { rule, line, text: text.to_owned() }));
+        found.extend(broken.map(|(rule, _)| Breach { rule, line, text: text.to_owned() }));
         is_first = false;
     }
     found
 }
 
-fn in_page(page: &str) -> Vec<Place> {
+fn in_page(page: &str) -> Vec<Breach> {
     let mut found = Vec::new();
     let (mut paragraph, mut start) = (String::new(), 0);
     let mut is_code = false;
@@ -127,16 +127,16 @@ fn in_page(page: &str) -> Vec<Place> {
         let is_prose = !is_code && !is_fence && !text.starts_with("    ") && !text.starts_with(['|', '#']);
         if !is_prose || text.trim().is_empty() || ITEM.is_match(text) {
             let long = long_sentences(&std::mem::take(&mut paragraph));
-            found.extend(long.into_iter().map(|text| Place { rule: Rule::Sentence, line: start, text }));
+            found.extend(long.into_iter().map(|text| Breach { rule: Rule::Sentence, line: start, text }));
         }
         if !is_prose || text.trim().is_empty() {
             continue;
         }
         if text.chars().count() > PAGE_COLUMNS && !text.contains("](") {
-            found.push(Place { rule: Rule::Long, line, text: text.to_owned() });
+            found.push(Breach { rule: Rule::Long, line, text: text.to_owned() });
         }
         if INVERTED.is_match(text) {
-            found.push(Place { rule: Rule::Inverted, line, text: text.to_owned() });
+            found.push(Breach { rule: Rule::Inverted, line, text: text.to_owned() });
         }
         if paragraph.is_empty() {
             start = line;
@@ -153,8 +153,8 @@ fn long_sentences(paragraph: &str) -> Vec<String> {
     sentences.filter(|words| words.len() > WORDS).map(|words| words.join(" ")).collect()
 }
 
-/// Returns the places in the whole tree, each with the path of its file.
-fn places() -> Vec<(String, Place)> {
+/// Returns what breaks a rule in the whole tree, each with the path of its file.
+fn breaches() -> Vec<(String, Breach)> {
     let is_ours = |file: &File| {
         let name = file.path.rsplit('/').next().unwrap_or_default();
         !SKIPPED.iter().any(|skipped| name.starts_with(skipped))
@@ -162,15 +162,15 @@ fn places() -> Vec<(String, Place)> {
     let files = tree::files("", &[".rs", ".md"]).into_iter().filter(is_ours);
     let in_file = |File { path, text }: File| {
         let found = if path.ends_with(".rs") { in_code(&text) } else { in_page(&text) };
-        found.into_iter().map(move |place| (path.clone(), place))
+        found.into_iter().map(move |breach| (path.clone(), breach))
     };
     files.flat_map(in_file).collect()
 }
 
 pub(crate) fn broken() -> Broken {
     let mut broken = Broken::new();
-    for (_, place) in places() {
-        *broken.entry(place.rule.name().to_owned()).or_default() += 1;
+    for (_, breach) in breaches() {
+        *broken.entry(breach.rule.name().to_owned()).or_default() += 1;
     }
     broken
 }
@@ -197,18 +197,18 @@ fn added_since(commit: &str) -> BTreeSet<(String, usize)> {
 
 #[test]
 fn comments_and_documents_are_sentences() {
-    let places = places();
-    let show = |(path, Place { rule, line, text }): &(String, Place)| {
+    let breaches = breaches();
+    let show = |(path, Breach { rule, line, text }): &(String, Breach)| {
         format!("{path}:{line}: {}: {text}", rule.says())
     };
     let since = env::var("PROSE_SINCE").ok();
     if let Some(commit) = &since {
         let added = added_since(commit);
-        let is_new = |(path, place): &&(String, Place)| added.contains(&(path.clone(), place.line));
-        places.iter().filter(is_new).for_each(|place| println!("{}", show(place)));
+        let is_new = |(path, breach): &&(String, Breach)| added.contains(&(path.clone(), breach.line));
+        breaches.iter().filter(is_new).for_each(|breach| println!("{}", show(breach)));
     }
     exceptions::hold(KIND, &broken(), |name| {
-        let of_rule = places.iter().filter(|(_, place)| place.rule.name() == name && since.is_none());
+        let of_rule = breaches.iter().filter(|(_, breach)| breach.rule.name() == name && since.is_none());
         of_rule.map(show).collect()
     });
 }
@@ -226,7 +226,7 @@ fn code_is_read_by_its_comments() {
         ("/// Returns it. Found is what ended.", &[(Rule::Inverted, 1)]),
         ("let a = \"// Of\"; // Of this.", &[]),
     ] {
-        let found: Vec<_> = in_code(source).into_iter().map(|place| (place.rule, place.line)).collect();
+        let found: Vec<_> = in_code(source).into_iter().map(|breach| (breach.rule, breach.line)).collect();
         assert_eq!(found, expected, "{source}");
     }
     let long = |columns| in_code(&format!("/// {}", "é".repeat(columns - 4))).len();
@@ -250,7 +250,7 @@ fn pages_are_read_by_paragraphs() {
         (format!("| {} |", "w".repeat(PAGE_COLUMNS)), &[]),
         ("Words.\nNot found are those that end.".to_owned(), &[(Rule::Inverted, 2)]),
     ] {
-        let found: Vec<_> = in_page(&page).into_iter().map(|place| (place.rule, place.line)).collect();
+        let found: Vec<_> = in_page(&page).into_iter().map(|breach| (breach.rule, breach.line)).collect();
         assert_eq!(found, expected, "{page}");
     }
 }

@@ -187,7 +187,7 @@ mod tests {
         let [old, new] = stamps.map(|stamp| CachedHop::new(&HOP, stamp));
         for mixed in 1..7 {
             let word =
-                |place: usize| if mixed >> place & 1 == 0 { old.words[place] } else { new.words[place] };
+                |index: usize| if mixed >> index & 1 == 0 { old.words[index] } else { new.words[index] };
             let fast_path = CachedHop { words: [word(0), word(1), word(2)] };
             assert_eq!(stamps.map(|stamp| fast_path.get(stamp)), [None, None], "{mixed:03b}");
         }

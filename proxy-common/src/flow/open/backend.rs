@@ -22,8 +22,8 @@ pub(in crate::flow) fn prepare_to_frontend<F: Family, T: FlowMaps<F>>(
     affinity_key.service = frontend.service;
     affinity_key.client = Client::new(*origin, packet.source);
     let is_inside = select::is_inside(*origin, *detected);
-    let place = select::choose_place(maps, *frontend, is_inside, affinity_key, *draw)?;
-    set_backend(maps, scratch, place)
+    let index = select::choose_index(maps, *frontend, is_inside, affinity_key, *draw)?;
+    set_backend(maps, scratch, index)
 }
 
 /// Chooses a backend as [`prepare_to_frontend`] does, but by the draw alone: affinity neither
@@ -36,8 +36,8 @@ pub(in crate::flow) fn prepare_as_drawn<F: Family, T: FlowMaps<F>>(
     detect(maps, scratch);
     set_draw(maps, scratch);
     let Scratch { origin, frontend, detected, draw, .. } = *scratch;
-    let place = select::drawn_place(maps, frontend, select::is_inside(origin, detected), draw)?;
-    set_backend(maps, scratch, place)
+    let index = select::drawn_index(maps, frontend, select::is_inside(origin, detected), draw)?;
+    set_backend(maps, scratch, index)
 }
 
 /// Sets by what the packet draws a backend of `scratch.frontend`, as `scratch.draw`.
@@ -57,9 +57,9 @@ fn set_draw<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Addres
 pub(in crate::flow) fn set_backend<F: Family, T: FlowMaps<F>>(
     maps: &T,
     scratch: &mut Scratch<F::Address>,
-    place: u32,
+    index: u32,
 ) -> Result<(), Reason> {
-    let slot = select::slot_at(maps, place)?;
+    let slot = select::slot_at(maps, index)?;
     let Scratch { flow, frontend, .. } = &mut *scratch;
     flow.backend = slot.address();
     flow.set_backend_port(slot.port());

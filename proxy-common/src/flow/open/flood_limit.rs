@@ -30,7 +30,7 @@ const KEPT_WINDOWS: u32 = 16;
 /// for what a flow costs.
 const CREDITED_WINDOWS: u32 = 32;
 
-/// How many services are counted apart. Of those that have a place in common, each has a smaller share.
+/// How many services are counted apart. Of those that share a counter, each has a smaller share.
 pub const OPENING_SERVICES: u32 = 4_096;
 
 /// What a service has opened on a CPU in a window.
@@ -276,7 +276,7 @@ mod tests {
     const SPACING: u32 = 25;
     const CONNECTIONS: u32 = 100;
 
-    /// No flooded service has its place.
+    /// No flooded service has its index.
     const QUIET: u32 = OPENING_SERVICES - 1;
 
     /// In each window it goes to so many services, and in the next one to as many others, of so
@@ -292,8 +292,8 @@ mod tests {
             let services = (0..self.in_a_window).map(|service| (first + service) % self.in_all);
             let flooded = services.filter(|service| service % OPENING_SERVICES != QUIET);
             // The first service takes all of the room.
-            let packets = |place| if place == 0 { 2 * LIMIT } else { 4 };
-            flooded.enumerate().map(|(place, service)| cpu.send(service, packets(place))).sum()
+            let packets = |index| if index == 0 { 2 * LIMIT } else { 4 };
+            flooded.enumerate().map(|(index, service)| cpu.send(service, packets(index))).sum()
         }
     }
 
@@ -337,7 +337,7 @@ mod tests {
     #[rstest]
     #[case::of_four_hundred(400, 25, 503)]
     #[case::of_a_thousand(1_000, 9, 203)]
-    #[case::of_as_many_as_have_places(OPENING_SERVICES, 1, 50)]
+    #[case::of_as_many_as_have_counters(OPENING_SERVICES, 1, 50)]
     fn what_a_service_opens_that_was_quiet(
         #[case] flooded: u32,
         #[case] at_once: u32,

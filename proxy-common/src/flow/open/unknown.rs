@@ -25,8 +25,8 @@ pub fn frontend_address_bit<A: Address>(address: &A) -> (u32, u64) {
     const BITS: u32 = FRONTEND_ADDRESS_WORDS.ilog2() + u64::BITS.ilog2();
     let [upper, lower] = address.halves();
     let whole = if A::BITS > u64::BITS { upper.wrapping_mul(HASH_FACTOR) ^ lower } else { lower };
-    let place = whole.wrapping_mul(HASH_FACTOR) >> (u64::BITS - BITS);
-    ((place / u64::from(u64::BITS)) as u32, 1 << (place % u64::from(u64::BITS)))
+    let index = whole.wrapping_mul(HASH_FACTOR) >> (u64::BITS - BITS);
+    ((index / u64::from(u64::BITS)) as u32, 1 << (index % u64::from(u64::BITS)))
 }
 
 /// Returns true if the packet, which has no flow, is of a connection to a frontend of an address

@@ -366,8 +366,8 @@ impl FlowMaps<V4> for Host {
 
     fn masquerade_port(&self, random: u32, attempt: u32) -> Port {
         let pool = PortPool { ports: self.ports.len() as u32, reserved: 0 };
-        let place = pool.place(random, attempt) as u16;
-        if self.ports.is_empty() { Port::NONE } else { Port::new(self.ports.start + place) }
+        let index = pool.index(random, attempt) as u16;
+        if self.ports.is_empty() { Port::NONE } else { Port::new(self.ports.start + index) }
     }
 
     fn epoch(&self) -> u32 {

@@ -168,7 +168,7 @@ fn a_forged_address_of_the_node_decides_nothing_for_the_node() {
 }
 
 #[test]
-fn a_new_connection_takes_the_place_of_one_that_has_ended() {
+fn a_new_connection_replaces_one_that_has_ended() {
     for origin in [Origin::Workload, Origin::Outside] {
         let host = Host::new();
         reaches_a_backend(&host, &syn(), other_origin(origin));

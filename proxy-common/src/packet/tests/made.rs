@@ -55,9 +55,9 @@ pub(super) fn ends<A: Address + Arbitrary>() -> impl Strategy<Value = Ends<A>> {
 /// An IP family whose test packets are built with etherparse.
 pub(super) trait Made: Network<Address: Arbitrary> {
     fn network_header(shape: &Shape, protocol: u8, ends: &Ends<Self::Address>, payload: &[u8]) -> Vec<u8>;
-    /// Returns the header of a fragment with the bytes `piece`. `place` is the offset of these
+    /// Returns the header of a fragment with the bytes `piece`. `position` is the offset of these
     /// bytes, and true if more fragments follow.
-    fn fragment(shape: &Shape, ends: &Ends<Self::Address>, piece: &[u8], place: (usize, bool)) -> Vec<u8>;
+    fn fragment(shape: &Shape, ends: &Ends<Self::Address>, piece: &[u8], position: (usize, bool)) -> Vec<u8>;
     fn tcp_checksum(header: &TcpHeader, ends: &Ends<Self::Address>, payload: &[u8]) -> u16;
     fn udp_checksum(header: &UdpHeader, ends: &Ends<Self::Address>, payload: &[u8]) -> u16;
     /// Returns a whole ICMP message that says port unreachable.
@@ -99,8 +99,8 @@ impl Shape {
         }
         let count = transport.len().div_ceil(self.piece);
         let fragment = |(index, piece)| {
-            let place = (index * self.piece, index + 1 < count);
-            [&link[..], &F::fragment(self, ends, piece, place), piece].concat()
+            let position = (index * self.piece, index + 1 < count);
+            [&link[..], &F::fragment(self, ends, piece, position), piece].concat()
         };
         transport.chunks(self.piece).enumerate().map(fragment).collect()
     }
@@ -140,12 +140,12 @@ impl Made for V4 {
         ipv4_header(shape, protocol, ends, payload.len()).to_bytes().to_vec()
     }
 
-    fn fragment(shape: &Shape, ends: &Ends<[u8; 4]>, piece: &[u8], place: (usize, bool)) -> Vec<u8> {
+    fn fragment(shape: &Shape, ends: &Ends<[u8; 4]>, piece: &[u8], position: (usize, bool)) -> Vec<u8> {
         let mut header = ipv4_header(shape, shape.protocol(), ends, piece.len());
         header.identification = shape.fragment_id;
         header.dont_fragment = false;
-        header.fragment_offset = IpFragOffset::try_new((place.0 / 8) as u16).unwrap();
-        header.more_fragments = place.1;
+        header.fragment_offset = IpFragOffset::try_new((position.0 / 8) as u16).unwrap();
+        header.more_fragments = position.1;
         header.header_checksum = header.calc_header_checksum();
         header.to_bytes().to_vec()
     }
@@ -190,8 +190,8 @@ impl Made for V6 {
         ipv6_headers(shape, protocol, ends, payload.len())
     }
 
-    fn fragment(shape: &Shape, ends: &Ends<[u8; 16]>, piece: &[u8], place: (usize, bool)) -> Vec<u8> {
-        let [offset_high, offset_low] = (place.0 as u16 | u16::from(place.1)).to_be_bytes();
+    fn fragment(shape: &Shape, ends: &Ends<[u8; 16]>, piece: &[u8], position: (usize, bool)) -> Vec<u8> {
+        let [offset_high, offset_low] = (position.0 as u16 | u16::from(position.1)).to_be_bytes();
         let [id_high, id_low] = shape.fragment_id.to_be_bytes();
         let own = [shape.protocol(), 0, offset_high, offset_low, 0, 0, id_high, id_low];
         [&ipv6_headers(shape, FRAGMENT, ends, own.len() + piece.len())[..], &own].concat()

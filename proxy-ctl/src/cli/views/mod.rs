@@ -311,8 +311,8 @@ impl HookView {
     fn rows_of_others(&self) -> impl Iterator<Item = [String; 4]> + '_ {
         self.others.iter().map(|other| {
             let name = if other.name.is_empty() { "without a name" } else { &other.name };
-            let place = if other.is_before { "before the proxy's" } else { "after the proxy's" };
-            [name, self.interface.as_deref().unwrap_or("-"), other.hook, place].map(str::to_owned)
+            let position = if other.is_before { "before the proxy's" } else { "after the proxy's" };
+            [name, self.interface.as_deref().unwrap_or("-"), other.hook, position].map(str::to_owned)
         })
     }
 }

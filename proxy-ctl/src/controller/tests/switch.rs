@@ -182,7 +182,7 @@ fn sources_get_no_ports_of_flows_that_go_on() {
 }
 
 #[test]
-fn before_everything_is_listed_another_mode_is_opened_in_place_of_the_one_that_waits() {
+fn before_everything_is_listed_another_mode_replaces_the_one_that_waits() {
     let mut fixture = Fixture::new(Config::default());
     let new = Recorder::default();
     let opener = opening("nftables", &new);

@@ -57,7 +57,7 @@ fn without_a_fallback(#[case] requested: RequestedMode, #[case] able: &[Mode], #
 #[case::ipvs_at_last(RequestedMode::Ipvs, LAST, Mode::Userspace)]
 #[case::iptables(RequestedMode::Iptables, &[Mode::Nftables, Mode::Userspace], Mode::Nftables)]
 #[case::iptables_at_last(RequestedMode::Iptables, LAST, Mode::Userspace)]
-fn another_mode_takes_the_place(#[case] requested: RequestedMode, #[case] able: &[Mode], #[case] mode: Mode) {
+fn another_mode_is_chosen(#[case] requested: RequestedMode, #[case] able: &[Mode], #[case] mode: Mode) {
     let chosen = choose(requested, true, &probes(able)).unwrap();
     assert_eq!(chosen.mode, mode);
     let fallback = chosen.fallback.unwrap();

@@ -152,10 +152,10 @@ struct Made {
 }
 
 impl Made {
-    fn new(kinds: Vec<Kind>, places: u8) -> Self {
-        let endpoint = |place: u8, kind: &Kind| Endpoint {
+    fn new(kinds: Vec<Kind>, count: u8) -> Self {
+        let endpoint = |number: u8, kind: &Kind| Endpoint {
             weight: 1,
-            address: [10, 0, 0, place].into(),
+            address: [10, 0, 0, number].into(),
             ready: kind.ready,
             serving: kind.serving,
             terminating: kind.terminating,
@@ -163,7 +163,7 @@ impl Made {
             hints: hints(kind.hint),
         };
         let endpoints =
-            (0..places).map(|place| kinds.iter().map(|kind| endpoint(place, kind)).collect()).collect();
+            (0..count).map(|number| kinds.iter().map(|kind| endpoint(number, kind)).collect()).collect();
         Self { kinds, endpoints }
     }
 
@@ -172,8 +172,8 @@ impl Made {
         let candidates: Vec<Candidate<'_>> = chosen
             .iter()
             .zip(&self.endpoints)
-            .map(|(index, of_place)| Candidate {
-                endpoint: &of_place[*index],
+            .map(|(index, of_number)| Candidate {
+                endpoint: &of_number[*index],
                 port: 80,
                 local: self.kinds[*index].local,
             })
@@ -187,12 +187,12 @@ impl Made {
             let zone = asked.zone_is_known.then_some(ZONE);
             let found = choose(&candidates, policies, NodeTopology { node: HERE, zone });
             let expected = by_the_book(&kinds, asked);
-            let places = |set: &[u32]| places(&found, set);
+            let numbers = |set: &[u32]| numbers(&found, set);
             let is_external = asked.externally_accessible;
             let found = Choice {
-                internal: places(&found.internal),
-                external: is_external.then(|| places(&found.external)),
-                short_circuit: is_external.then(|| places(&found.cluster)),
+                internal: numbers(&found.internal),
+                external: is_external.then(|| numbers(&found.external)),
+                short_circuit: is_external.then(|| numbers(&found.cluster)),
                 has_any: found.any,
             };
             assert_eq!(found, expected, "{kinds:?} {asked:?}");
@@ -216,14 +216,14 @@ impl Made {
     }
 }
 
-fn places(endpoints: &Endpoints, set: &[u32]) -> Vec<usize> {
-    let place = |index: &u32| {
+fn numbers(endpoints: &Endpoints, set: &[u32]) -> Vec<usize> {
+    let number = |index: &u32| {
         let std::net::IpAddr::V4(address) = endpoints.all[*index as usize].address else { unreachable!() };
         usize::from(address.octets()[3])
     };
-    let mut places: Vec<usize> = set.iter().map(place).collect();
-    places.sort_unstable();
-    places
+    let mut numbers: Vec<usize> = set.iter().map(number).collect();
+    numbers.sort_unstable();
+    numbers
 }
 
 #[test]

@@ -37,7 +37,7 @@ pub enum Error {
     #[error("attaching {program} to {target}: {source}")]
     Attach { program: &'static str, target: String, source: CallError },
     #[error("the interface has a queueing discipline of another program ({0}), which clsact cannot join")]
-    PlaceTaken(String),
+    IngressQdiscTaken(String),
     #[error("queueing disciplines cannot be listed: {0}")]
     Qdiscs(#[source] CallError),
     #[error("detaching from {target}: {source}")]

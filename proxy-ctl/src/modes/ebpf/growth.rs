@@ -71,7 +71,7 @@ fn needed<F: MapFamily>(
     for port in desired.iter().filter(|port| port.name.family == F::FAMILY) {
         frontends += port.frontends.len();
         marks.extend(entries::cluster_ips::<F>(port));
-        slots += u64::from(Arrangement::of(&port.endpoints, algorithm_of(port)).places());
+        slots += u64::from(Arrangement::of(&port.endpoints, algorithm_of(port)).slot_count());
         backends
             .extend(port.endpoints.all.iter().filter_map(|endpoint| backend_key::<F>(&port.name, endpoint)));
     }
@@ -97,9 +97,9 @@ impl<F: MapFamily> FamilyWriter<F> {
             need(Limit::Frontends, frontends);
         }
         let endpoints: usize = waiting.ports.values().map(|one| one.port.endpoints.all.len()).sum();
-        let places =
-            |port: &DesiredPort| Arrangement::of(&port.endpoints, shared.algorithm_of(port)).places();
-        let slots: usize = waiting.ports.values().map(|one| places(&one.port) as usize).sum();
+        let slot_count =
+            |port: &DesiredPort| Arrangement::of(&port.endpoints, shared.algorithm_of(port)).slot_count();
+        let slots: usize = waiting.ports.values().map(|one| slot_count(&one.port) as usize).sum();
         for one in waiting.ports.values() {
             let limit = one.full.limit;
             let entries = if limit == Limit::Services {

@@ -30,13 +30,13 @@ impl EbpfDataplane {
     }
 
     fn mend_order(&mut self) -> Result<(), Error> {
-        let misplaced = self.hooks.misplaced()?;
-        if misplaced.is_empty() {
+        let out_of_order = self.hooks.out_of_order()?;
+        if out_of_order.is_empty() {
             return Ok(());
         }
         let maps = |_: &Shape| self.maps.paths.maps();
         let (mut programs, log) = hooks::load::load(&self.maps.shapes, maps, &self.config, false)?;
         self.hooks.load(&mut programs)?;
-        self.hooks.mend((programs, log), &misplaced).into_result()
+        self.hooks.mend((programs, log), &out_of_order).into_result()
     }
 }

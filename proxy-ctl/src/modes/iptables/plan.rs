@@ -139,8 +139,8 @@ impl Stale {
             for present in state.of(chain.table()).rules(chain.name()) {
                 let is_base = chain == SharedChain::Services && leads_to_node_ports(&present.rule);
                 let is_first = seen.insert(present.digest);
-                let place = (chain, present.digest);
-                let is_wanted = marks.contains(&place) || wanted.shared.contains(&place);
+                let rule = (chain, present.digest);
+                let is_wanted = marks.contains(&rule) || wanted.shared.contains(&rule);
                 let stays = is_base || is_first && is_wanted;
                 if !stays {
                     stale.rules.push((chain, present.rule.clone()));
@@ -259,13 +259,13 @@ fn jumps<'a>(
     wanted: impl DoubleEndedIterator<Item = &'a Jump> + Clone,
     script: &mut Script,
 ) {
-    let place =
+    let position =
         |jump: &Jump| there.rules(jump.chain).iter().position(|present| present.digest == digest(&jump.rule));
     // A jump that is missing is inserted at the front. `None`, the position of a missing jump, is
     // less than any other position. So the jumps are in order if the missing ones come first.
-    let in_order = |chain: &str| wanted.clone().filter(|jump| jump.chain == chain).map(place).is_sorted();
+    let in_order = |chain: &str| wanted.clone().filter(|jump| jump.chain == chain).map(position).is_sorted();
     for jump in wanted.clone().rev() {
-        if place(jump).is_some() {
+        if position(jump).is_some() {
             if in_order(jump.chain) {
                 continue;
             }
@@ -427,9 +427,9 @@ pub(super) fn stale(stale: &Stale, most: usize, script: &mut Script) {
             script.line(format_args!(":{chain} - [0:0]"));
         }
         // The chains jump to each other. So all are emptied before the first is deleted.
-        for (place, chain) in stale.chains.iter().enumerate().filter(|(_, (of, _))| *of == table) {
+        for (index, chain) in stale.chains.iter().enumerate().filter(|(_, (of, _))| *of == table) {
             script.table(table, most);
-            script.owned_by(Some(place));
+            script.owned_by(Some(index));
             script.line(format_args!("-X {}", chain.1));
         }
     }

@@ -288,8 +288,8 @@ impl PortRenderer<'_> {
                 rules.push(format!("{comment}{recent} -j {chain}"));
             }
         }
-        for (place, endpoint) in endpoints.iter().enumerate() {
-            let left = endpoints.len() - place;
+        for (index, endpoint) in endpoints.iter().enumerate() {
+            let left = endpoints.len() - index;
             let (comment, chain) = (comment(endpoint), chain(endpoint));
             let chance = if left > 1 { chance(left) } else { String::new() };
             rules.push(format!("{comment}{chance}-j {chain}"));

@@ -91,9 +91,9 @@ impl Calls for FakeKernel {
             return Err(error(libc::ENOBUFS));
         }
         let mut refused = Vec::new();
-        for (place, change) in portion.iter().enumerate() {
+        for (index, change) in portion.iter().enumerate() {
             if let Some(errno) = fake.refuses.and_then(|refuses| refuses(change)) {
-                refused.push((place, error(errno)));
+                refused.push((index, error(errno)));
                 continue;
             }
             fake.journal.extend(shown(std::slice::from_ref(change)));

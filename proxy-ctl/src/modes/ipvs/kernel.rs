@@ -72,8 +72,8 @@ impl Kernel {
         let mut written = Written::default();
         for portion in changes.chunk_by(same_call) {
             let mut refused: BTreeMap<usize, CallError> = self.calls.write(portion)?.into_iter().collect();
-            for (place, change) in portion.iter().enumerate() {
-                if let Some(error) = refused.remove(&place) {
+            for (index, change) in portion.iter().enumerate() {
+                if let Some(error) = refused.remove(&index) {
                     written.refused.push((change.clone(), error));
                     continue;
                 }

@@ -62,8 +62,8 @@ impl Refusals {
                 Entry::Vacant(_) if !wanted.has(key) => {
                     tracing::warn!(%error, "{key} could not be removed; it is tried again");
                 }
-                Entry::Vacant(place) => {
-                    place.insert(Refusal::new(&change, &error));
+                Entry::Vacant(vacant) => {
+                    vacant.insert(Refusal::new(&change, &error));
                 }
             }
         }

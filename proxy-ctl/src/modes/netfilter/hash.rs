@@ -10,5 +10,5 @@ pub fn hash(parts: &[&str]) -> String {
     parts.iter().for_each(|part| sha.update(part));
     let bytes = sha.finalize();
     let bits = bytes.iter().take(10).fold(0_u128, |bits, byte| bits << 8 | u128::from(*byte));
-    (0..16).rev().map(|place| char::from(ALPHABET[(bits >> (place * 5)) as usize & 31])).collect()
+    (0..16).rev().map(|index| char::from(ALPHABET[(bits >> (index * 5)) as usize & 31])).collect()
 }

@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 
 use super::chains::{Chains, FamilyChains, Jump};
 use crate::{
-    cleanup::{self, Place},
+    cleanup::{self, FilterTable},
     model::objects::IpFamily,
     names::OWN_HEALTH_CHECKS as CHAIN,
     sys::{
@@ -56,7 +56,7 @@ impl AcceptedHealthChecks {
     /// Goes on with what a former process of this proxy has left. It needs CAP_NET_ADMIN. After an
     /// error it may be called again.
     pub fn adopt(&mut self) -> Result<(), HealthCheckError> {
-        self.add(cleanup::accepted_in_its_place()?)
+        self.add(cleanup::accepted_by_proxy_ctl()?)
     }
 
     /// Accepts health checks of `ports` wherever a kube-proxy does, before its rules are removed.
@@ -81,16 +81,17 @@ impl AcceptedHealthChecks {
         self.tables.iter_mut().try_fold(0, |written, table| Ok(written + table.write(&chains, &[JUMP])?))
     }
 
-    /// Adds all tables of `places` that can be written. Returns the first error of the other
+    /// Adds those of `tables` that can be written. Returns the first error of the other
     /// tables.
-    fn add(&mut self, places: Vec<Place>) -> Result<(), HealthCheckError> {
+    fn add(&mut self, tables: Vec<FilterTable>) -> Result<(), HealthCheckError> {
         let mut outcome = Ok(());
-        for place in places {
-            let is_known = |of: &FamilyChains| (TableFamily::from(of.family), of.tools.backend) == place;
+        for filter_table in tables {
+            let is_known =
+                |of: &FamilyChains| (TableFamily::from(of.family), of.tools.backend) == filter_table;
             if self.tables.iter().any(is_known) {
                 continue;
             }
-            match open(place) {
+            match open(filter_table) {
                 Ok(table) => self.tables.push(table),
                 Err(error) => outcome = outcome.and(Err(error)),
             }
@@ -99,7 +100,7 @@ impl AcceptedHealthChecks {
     }
 }
 
-fn open((table_family, backend): Place) -> Result<FamilyChains, HealthCheckError> {
+fn open((table_family, backend): FilterTable) -> Result<FamilyChains, HealthCheckError> {
     let family = match table_family {
         TableFamily::Ipv4 => IpFamily::Ipv4,
         TableFamily::Ipv6 => IpFamily::Ipv6,
@@ -121,8 +122,8 @@ pub(in crate::modes) fn remove() -> Result<Vec<String>, HealthCheckError> {
     if cleanup::is_any_mode_in_use() {
         return Ok(Vec::new());
     }
-    from_each(cleanup::accepted_in_its_place()?, |place| {
-        let table = open(place)?;
+    from_each(cleanup::accepted_by_proxy_ctl()?, |filter_table| {
+        let table = open(filter_table)?;
         Ok(table.tools.restore(&removal(&table.saved(TABLE)?))?)
     })
 }
@@ -130,13 +131,13 @@ pub(in crate::modes) fn remove() -> Result<Vec<String>, HealthCheckError> {
 /// Removes the chain from all tables where this succeeds. Returns the first error of the other
 /// tables.
 fn from_each(
-    places: Vec<Place>,
-    remove: impl Fn(Place) -> Result<(), HealthCheckError>,
+    tables: Vec<FilterTable>,
+    remove: impl Fn(FilterTable) -> Result<(), HealthCheckError>,
 ) -> Result<Vec<String>, HealthCheckError> {
     let (mut removed, mut outcome) = (Vec::new(), Ok(()));
-    for place in places {
-        match remove(place) {
-            Ok(()) => removed.push(format!("{}-{} {TABLE}", program(place.0), place.1)),
+    for filter_table in tables {
+        match remove(filter_table) {
+            Ok(()) => removed.push(format!("{}-{} {TABLE}", program(filter_table.0), filter_table.1)),
             Err(error) => outcome = outcome.and(Err(error)),
         }
     }
@@ -178,16 +179,19 @@ mod tests {
     }
 
     #[test]
-    fn a_place_without_tools_leaves_no_other_as_it_is() {
-        let places = [Backend::Nft, Backend::Legacy].map(|backend| (TableFamily::Ipv4, backend));
+    fn a_table_without_tools_leaves_no_other_as_it_is() {
+        let tables = [Backend::Nft, Backend::Legacy].map(|backend| (TableFamily::Ipv4, backend));
         let tried = std::cell::RefCell::new(Vec::new());
-        let removed = from_each(places.into(), |place| {
-            tried.borrow_mut().push(place);
-            let missing = HealthCheckError::NoTools { program: program(place.0), backend: place.1.name() };
-            if place.1 == Backend::Nft { Err(missing) } else { Ok(()) }
+        let removed = from_each(tables.into(), |filter_table| {
+            tried.borrow_mut().push(filter_table);
+            let missing = HealthCheckError::NoTools {
+                program: program(filter_table.0),
+                backend: filter_table.1.name(),
+            };
+            if filter_table.1 == Backend::Nft { Err(missing) } else { Ok(()) }
         });
         assert!(removed.unwrap_err().is_lasting());
-        assert_eq!(*tried.borrow(), places);
+        assert_eq!(*tried.borrow(), tables);
     }
 
     fn run(program: &str, arguments: &str) -> String {

@@ -35,7 +35,7 @@ pub(crate) fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removed, Error> 
     if let Some(problem) = removal.problems.into_iter().next() {
         return Err(Error::new(ErrorKind::Other, problem));
     }
-    let mut objects: Vec<_> = removal.parts.into_iter().map(|part| part.place).collect();
+    let mut objects: Vec<_> = removal.parts.into_iter().map(|part| part.location).collect();
     objects.dedup();
     Ok(Removed { objects, ..Removed::default() })
 }

@@ -31,8 +31,8 @@ pub struct RefusedPorts(pub Vec<(ServicePortName, i32)>);
 impl fmt::Display for RefusedPorts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const MOST_NAMED: usize = 3;
-        for (place, (name, errno)) in self.0.iter().take(MOST_NAMED).enumerate() {
-            let separator = if place == 0 { "" } else { ", " };
+        for (index, (name, errno)) in self.0.iter().take(MOST_NAMED).enumerate() {
+            let separator = if index == 0 { "" } else { ", " };
             write!(f, "{separator}{name} ({})", io::Error::from_raw_os_error(*errno))?;
         }
         match self.0.len().saturating_sub(MOST_NAMED) {

@@ -85,15 +85,15 @@ impl Language {
     }
 
     /// Loads `proto . port` of the destination into consecutive registers, beginning with the one
-    /// numbered `place`.
-    pub(super) fn load_destination_port(place: u32) -> [Expression; 2] {
+    /// numbered `first`.
+    pub(super) fn load_destination_port(first: u32) -> [Expression; 2] {
         [
-            Expression::Meta { key: Meta::Protocol, to: Register::new(place) },
+            Expression::Meta { key: Meta::Protocol, to: Register::new(first) },
             Expression::Payload {
                 header: Header::Transport,
                 offset: 2,
                 length: 2,
-                to: Register::new(place + 1),
+                to: Register::new(first + 1),
             },
         ]
     }
@@ -128,7 +128,7 @@ impl Language {
 
     /// Translates the destination to the address in `chosen` and the port behind it.
     pub(super) fn destination_nat(self, chosen: Register) -> Expression {
-        let port = Register::new(chosen.place() as u32 + self.words());
+        let port = Register::new(chosen.index() as u32 + self.words());
         Expression::DestinationNat { family: self.table_family(), address: chosen, port }
     }
 

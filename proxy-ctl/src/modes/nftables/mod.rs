@@ -81,7 +81,7 @@ pub struct NftablesDataplane {
     _lock: NamespaceLock,
 }
 
-const fn place(family: IpFamily) -> usize {
+const fn index_of(family: IpFamily) -> usize {
     match family {
         IpFamily::Ipv4 => 0,
         IpFamily::Ipv6 => 1,
@@ -117,7 +117,7 @@ impl NftablesDataplane {
             match work(table, &self.nftables) {
                 Ok(done) => applied += done,
                 Err(error) => {
-                    self.sync_failures[place(table.family())] += 1;
+                    self.sync_failures[index_of(table.family())] += 1;
                     // The first error names a cause. The next attempt names what else has failed.
                     failed.get_or_insert(error);
                 }
@@ -180,7 +180,7 @@ impl Dataplane for NftablesDataplane {
         let mut failed = None;
         for table in &mut self.tables {
             if let Err(error) = table.collect(&self.nftables) {
-                self.cleanup_failures[place(table.family())] += 1;
+                self.cleanup_failures[index_of(table.family())] += 1;
                 failed = Some(error);
             }
         }

@@ -26,12 +26,12 @@ pub(super) const LOCAL: &str = "local";
 
 /// The slots of the lists of endpoints that a service port's clients get. At most two lists differ.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(super) struct Placement {
+pub(super) struct Allocation {
     pub(super) cluster: Option<Slots>,
     pub(super) local: Option<Slots>,
 }
 
-/// The numbers of endpoints for a [`Placement`]. 0: no client gets that list.
+/// The numbers of endpoints for an [`Allocation`]. 0: no client gets that list.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) struct Room {
     pub(super) cluster: usize,
@@ -61,10 +61,10 @@ pub(super) fn used<'a>(port: &'a DesiredPort, context: &'a Context) -> impl Iter
     lists.into_iter().flatten().filter_map(|index| port.endpoints.all.get(*index as usize))
 }
 
-pub(super) fn render(port: &DesiredPort, context: &Context, placement: Placement) -> Objects {
+pub(super) fn render(port: &DesiredPort, context: &Context, allocation: Allocation) -> Objects {
     let port = Port::new(port, context);
     let mut objects = Objects::default();
-    for (chain, slots) in [(PortChain::Service, placement.cluster), (PortChain::Local, placement.local)] {
+    for (chain, slots) in [(PortChain::Service, allocation.cluster), (PortChain::Local, allocation.local)] {
         if let (Some(list), Some(slots)) = (port.list(chain), slots) {
             port.balance(&mut objects, chain, list, slots);
         }

@@ -17,7 +17,7 @@ use super::{
     names::{PortChain, PortNames},
     objects::{ElementId, ElementValue, Set},
     plan::{Existing, Steps, Unused, deletion, endpoint_map},
-    render::{Placement, render, room},
+    render::{Allocation, render, room},
     slots::{Blocks, Slots},
 };
 use crate::{
@@ -35,9 +35,9 @@ use crate::{
 const TRIES: usize = 8;
 
 #[derive(Debug)]
-struct PlacedPort {
+struct ProgrammedPort {
     port: Arc<DesiredPort>,
-    placement: Placement,
+    allocation: Allocation,
 }
 
 /// The state of a table after the last transaction.
@@ -50,7 +50,7 @@ pub(super) struct FamilyTable {
     known: bool,
     /// True if the last change of `context` could not be written, or not for every service port.
     is_context_stale: bool,
-    ports: FxHashMap<ServicePortName, PlacedPort>,
+    ports: FxHashMap<ServicePortName, ProgrammedPort>,
     /// The number of service ports that need each shared element.
     needs: FxHashMap<ElementId, u32>,
     blocks: Blocks,
@@ -67,19 +67,19 @@ pub(super) struct FamilyTable {
 struct Plan {
     steps: Steps,
     /// The service ports of the transaction. `None`: the service port is removed.
-    placed: Vec<(ServicePortName, Option<PlacedPort>)>,
+    programmed: Vec<(ServicePortName, Option<ProgrammedPort>)>,
     /// Slots that were allocated for the transaction.
     allocated: Vec<Slots>,
     /// Slots that are no longer used after the transaction.
     left: Vec<Slots>,
-    /// The new state, if `placed` lists everything and nothing else is left.
+    /// The new state, if `programmed` lists everything and nothing else is left.
     fresh: Option<Fresh>,
 }
 
 impl Plan {
     fn new(language: Language) -> Self {
         let steps = Steps::new(language, TABLE);
-        Self { steps, placed: Vec::new(), allocated: Vec::new(), left: Vec::new(), fresh: None }
+        Self { steps, programmed: Vec::new(), allocated: Vec::new(), left: Vec::new(), fresh: None }
     }
 
     /// Returns the service ports with session affinity whose rules to balance are written anew, and
@@ -93,11 +93,11 @@ impl Plan {
             own.any(|(_, set, _)| matches!(set, Set::Own(_)) && !is_revived(set))
         };
         let written: BTreeSet<usize> = self.steps.rewritten().collect();
-        let placed =
-            written.into_iter().filter_map(|owner| Some((owner, self.placed.get(owner)?.1.as_ref()?)));
-        let ports =
-            placed.filter(|(owner, placed)| placed.port.affinity_seconds.is_some() && !is_new(*owner));
-        ports.map(|(_, placed)| Arc::clone(&placed.port)).collect()
+        let programmed =
+            written.into_iter().filter_map(|owner| Some((owner, self.programmed.get(owner)?.1.as_ref()?)));
+        let ports = programmed
+            .filter(|(owner, programmed)| programmed.port.affinity_seconds.is_some() && !is_new(*owner));
+        ports.map(|(_, programmed)| Arc::clone(&programmed.port)).collect()
     }
 }
 
@@ -136,7 +136,7 @@ impl FamilyTable {
 
     /// Returns the number of elements that endpoints have.
     pub(super) fn endpoints(&self) -> usize {
-        let room = |placed: &PlacedPort| room(&placed.port, &self.context);
+        let room = |programmed: &ProgrammedPort| room(&programmed.port, &self.context);
         self.ports.values().map(room).map(|room| room.cluster + room.local).sum()
     }
 
@@ -148,7 +148,7 @@ impl FamilyTable {
         if self.context == context && !self.is_context_stale {
             return Ok(Applied::default());
         }
-        let ports: Vec<_> = self.ports.values().map(|placed| Arc::clone(&placed.port)).collect();
+        let ports: Vec<_> = self.ports.values().map(|programmed| Arc::clone(&programmed.port)).collect();
         let result = if self.is_context_stale {
             self.compare(nftables, &context, &ports)
         } else {
@@ -229,7 +229,7 @@ impl FamilyTable {
             let (batch, owners) = plan.steps.take_batch();
             let refused = if batch.is_empty() { Vec::new() } else { nftables.commit(batch)? };
             if refused.is_empty() {
-                self.took_place(plan);
+                self.took_effect(plan);
                 self.context.clone_from(context);
                 for port in rebalanced {
                     affinity::forget_others(nftables, &port, context)?;
@@ -241,9 +241,9 @@ impl FamilyTable {
             }
             plan.allocated.iter().for_each(|slots| self.blocks.release(*slots));
             for Refused { message, errno } in refused {
-                let place = owners.partition_point(|(first, _)| *first <= message);
-                let owner = place.checked_sub(1).and_then(|place| owners[place].1);
-                let Some((name, _)) = owner.and_then(|owner| plan.placed.get(owner)) else {
+                let index = owners.partition_point(|(first, _)| *first <= message);
+                let owner = index.checked_sub(1).and_then(|index| owners[index].1);
+                let Some((name, _)) = owner.and_then(|owner| plan.programmed.get(owner)) else {
                     let table = format!("{} {TABLE}", self.language.table_family().name());
                     return Err(Error::Table { table, source: io::Error::from_raw_os_error(errno) });
                 };
@@ -253,10 +253,10 @@ impl FamilyTable {
         Err(Error::Ports(RefusedPorts(refused_ports.into_iter().collect())))
     }
 
-    fn took_place(&mut self, plan: Plan) {
-        let Plan { steps, placed, left, fresh, .. } = plan;
+    fn took_effect(&mut self, plan: Plan) {
+        let Plan { steps, programmed, left, fresh, .. } = plan;
         if let Some(Fresh { blocks, maps, unused, unused_slots }) = fresh {
-            let names: FxHashSet<&ServicePortName> = placed.iter().map(|(name, _)| name).collect();
+            let names: FxHashSet<&ServicePortName> = programmed.iter().map(|(name, _)| name).collect();
             self.ports.retain(|name, _| names.contains(name));
             self.needs.clear();
             (self.blocks, self.maps) = (blocks, maps);
@@ -275,9 +275,9 @@ impl FamilyTable {
                 Ok(0) | Err(_) => self.needs.remove(&id),
             };
         }
-        for (name, placed) in placed {
-            match placed {
-                Some(placed) => self.ports.insert(name, placed),
+        for (name, programmed) in programmed {
+            match programmed {
+                Some(programmed) => self.ports.insert(name, programmed),
                 None => self.ports.remove(&name),
             };
         }
@@ -298,12 +298,12 @@ impl FamilyTable {
         let mut new_maps = BTreeSet::new();
         for (name, port) in changes.iter().filter(|(name, _)| !refused.contains_key(name)) {
             let before = self.ports.get(name);
-            let old = before.map(|placed| render(&placed.port, &self.context, placed.placement));
-            let held = before.map(|placed| placed.placement).unwrap_or_default();
+            let old = before.map(|programmed| render(&programmed.port, &self.context, programmed.allocation));
+            let held = before.map(|programmed| programmed.allocation).unwrap_or_default();
             let mut new = None;
             if let Some(port) = port {
                 let wanted = room(port, context);
-                let mut place = |held: Option<Slots>, count: usize| {
+                let mut allocate = |held: Option<Slots>, count: usize| {
                     let slots = (count > 0).then(|| match held {
                         Some(slots) if slots.hold(count) => Some(slots),
                         _ => self.blocks.allocate(count).inspect(|slots| plan.allocated.push(*slots)),
@@ -311,20 +311,24 @@ impl FamilyTable {
                     plan.left.extend(held.filter(|held| slots.flatten() != Some(*held)));
                     slots.flatten()
                 };
-                let (cluster, local) = (place(held.cluster, wanted.cluster), place(held.local, wanted.local));
-                new = Some(PlacedPort { port: Arc::clone(port), placement: Placement { cluster, local } });
+                let (cluster, local) =
+                    (allocate(held.cluster, wanted.cluster), allocate(held.local, wanted.local));
+                new = Some(ProgrammedPort {
+                    port: Arc::clone(port),
+                    allocation: Allocation { cluster, local },
+                });
             } else {
                 plan.left.extend([held.cluster, held.local].into_iter().flatten());
             }
             let objects = new.as_ref().map(|new| {
-                let slots = [new.placement.cluster, new.placement.local];
+                let slots = [new.allocation.cluster, new.allocation.local];
                 new_maps.extend(slots.into_iter().flatten().map(Slots::map));
-                render(&new.port, context, new.placement)
+                render(&new.port, context, new.allocation)
             });
-            let owner = Some(plan.placed.len());
+            let owner = Some(plan.programmed.len());
             let old = old.map(Existing::from).unwrap_or_default();
             plan.steps.compare(owner, old, objects.unwrap_or_default(), &self.unused);
-            plan.placed.push((name.clone(), new));
+            plan.programmed.push((name.clone(), new));
         }
         for number in new_maps.difference(&self.maps) {
             endpoint_map(&mut plan.steps, *number, self.language);
@@ -385,7 +389,7 @@ impl FamilyTable {
             let (first, old) = contents.slots_of(names, chain)?;
             fresh.blocks.claim(first, old.max(u32::try_from(count).ok()?)).filter(|slots| slots.hold(count))
         };
-        let placements: Vec<_> = desired
+        let allocations: Vec<_> = desired
             .iter()
             .map(|port| {
                 let (names, wanted) = (PortNames::new(&port.name), room(port, context));
@@ -394,22 +398,25 @@ impl FamilyTable {
             })
             .collect();
         let (mut new_maps, mut needed_by_refused) = (BTreeSet::new(), Vec::new());
-        for (port, (cluster, local, wanted)) in desired.iter().zip(placements) {
+        for (port, (cluster, local, wanted)) in desired.iter().zip(allocations) {
             if refused.contains_key(&port.name) {
                 needed_by_refused.extend(contents.take_all(&port.name));
                 continue;
             }
-            let mut place = |held: Option<Slots>, count: usize| {
+            let mut allocate = |held: Option<Slots>, count: usize| {
                 (count > 0).then(|| held.or_else(|| fresh.blocks.allocate(count))).flatten()
             };
-            let placement =
-                Placement { cluster: place(cluster, wanted.cluster), local: place(local, wanted.local) };
-            let slots = [placement.cluster, placement.local];
+            let allocation = Allocation {
+                cluster: allocate(cluster, wanted.cluster),
+                local: allocate(local, wanted.local),
+            };
+            let slots = [allocation.cluster, allocation.local];
             new_maps.extend(slots.into_iter().flatten().map(Slots::map));
-            let objects = render(port, context, placement);
+            let objects = render(port, context, allocation);
             let existing = contents.take(&objects);
-            plan.steps.compare(Some(plan.placed.len()), existing, objects, &fresh.unused);
-            plan.placed.push((port.name.clone(), Some(PlacedPort { port: Arc::clone(port), placement })));
+            plan.steps.compare(Some(plan.programmed.len()), existing, objects, &fresh.unused);
+            plan.programmed
+                .push((port.name.clone(), Some(ProgrammedPort { port: Arc::clone(port), allocation })));
         }
         for number in new_maps.difference(&fresh.maps) {
             endpoint_map(&mut plan.steps, *number, self.language);

@@ -8,7 +8,7 @@ use super::{
     frame::{self, Context},
     objects::Set,
     plan::Steps,
-    render::{Placement, render},
+    render::{Allocation, render},
     slots::Blocks,
 };
 use crate::{
@@ -114,7 +114,7 @@ fn sample(family: IpFamily) -> Steps {
         forwarding: None,
     };
     let mut blocks = Blocks::default();
-    let placement = Placement { cluster: blocks.allocate(1), local: blocks.allocate(1) };
+    let allocation = Allocation { cluster: blocks.allocate(1), local: blocks.allocate(1) };
     let mut steps = Steps::new(context.language, TRIAL);
     steps.creates = Some(frame::COMMENT);
     let unused = std::collections::BTreeMap::<_, ()>::new();
@@ -125,7 +125,7 @@ fn sample(family: IpFamily) -> Steps {
     for chain in frame::chains(&context) {
         steps.chain(None, chain.name.to_owned(), chain.base, None, chain.rules, &unused);
     }
-    steps.compare(None, Default::default(), render(&port, &context, placement), &unused);
+    steps.compare(None, Default::default(), render(&port, &context, allocation), &unused);
     steps.share(&Default::default());
     steps
 }

@@ -88,11 +88,11 @@ fn bound(kind: Type, protocol: IpProtocol, address: SocketAddr) -> io::Result<So
 }
 
 impl PortRange {
-    /// Returns every port once, beginning with the port at index `place`.
-    fn from(self, place: u16) -> impl Iterator<Item = u16> {
+    /// Returns every port once, beginning with the port at `index`.
+    fn from(self, index: u16) -> impl Iterator<Item = u16> {
         let (first, count) = (u32::from(self.first), u32::from(self.last - self.first) + 1);
         // The port is below 65,536, because `last` is.
-        (0..count).map(move |step| (first + (u32::from(place) + step) % count) as u16)
+        (0..count).map(move |step| (first + (u32::from(index) + step) % count) as u16)
     }
 }
 
@@ -111,10 +111,10 @@ mod tests {
     fn each_port_of_the_range_is_tried_once(
         #[case] first: u16,
         #[case] last: u16,
-        #[case] place: u16,
+        #[case] index: u16,
         #[case] expected: &[u16],
     ) {
-        let ports: Vec<u16> = PortRange { first, last }.from(place).collect();
+        let ports: Vec<u16> = PortRange { first, last }.from(index).collect();
         assert_eq!(ports, expected);
     }
 

@@ -85,11 +85,11 @@ impl Plan {
                 plan.refused.push(*frontend);
                 continue;
             }
-            let places = match reach {
+            let bound = match reach {
                 Reach::Redirected => vec![None],
-                Reach::Direct => places(frontend, port.name.family, host).map(Some).collect(),
+                Reach::Direct => bound_addresses(frontend, port.name.family, host).map(Some).collect(),
             };
-            for at in places {
+            for at in bound {
                 let key = ListenerKey { name: port.name.clone(), entrance, at };
                 plan.listeners.entry(key).or_default().push(*frontend);
             }
@@ -99,9 +99,9 @@ impl Plan {
 }
 
 /// Returns the addresses to which listeners on the frontend itself are bound.
-fn places(frontend: &Frontend, family: IpFamily, host: &Host) -> impl Iterator<Item = SocketAddr> {
+fn bound_addresses(frontend: &Frontend, family: IpFamily, host: &Host) -> impl Iterator<Item = SocketAddr> {
     let addresses = match frontend.kind {
-        FrontendKind::NodePort => node_port_places(family, host),
+        FrontendKind::NodePort => node_port_addresses(family, host),
         FrontendKind::ClusterIp | FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {
             vec![frontend.address]
         }
@@ -112,7 +112,7 @@ fn places(frontend: &Frontend, family: IpFamily, host: &Host) -> impl Iterator<I
 
 /// Returns the addresses of node ports. If every address has node ports, and loopback ones too, it
 /// is the unspecified address. Addresses that the node gets later are served then too.
-fn node_port_places(family: IpFamily, host: &Host) -> Vec<IpAddr> {
+fn node_port_addresses(family: IpFamily, host: &Host) -> Vec<IpAddr> {
     let of_family =
         host.node_port_addresses.iter().copied().filter(|address| IpFamily::of(*address) == family);
     let addresses: Vec<IpAddr> = of_family.collect();
@@ -180,7 +180,7 @@ mod tests {
             Host { node_ports_everywhere: everywhere, node_port_addresses: addresses, ..Host::default() };
         let frontend = Frontend { kind: FrontendKind::NodePort, address: [0, 0, 0, 0].into(), port: 30080 };
         let found: Vec<String> =
-            places(&frontend, IpFamily::Ipv4, &host).map(|place| place.to_string()).collect();
+            bound_addresses(&frontend, IpFamily::Ipv4, &host).map(|address| address.to_string()).collect();
         assert_eq!(found, expected);
     }
 

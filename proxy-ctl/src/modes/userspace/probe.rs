@@ -102,7 +102,7 @@ mod tests {
 
     #[rstest]
     #[case::asked_for(RequestedMode::Userspace, true)]
-    #[case::in_place_of_another(RequestedMode::Ipvs, false)]
+    #[case::instead_of_another(RequestedMode::Ipvs, false)]
     #[case::nothing_asked(RequestedMode::Automatic, false)]
     fn without_rules_it_runs_only_where_it_is_asked_for(
         #[case] mode: RequestedMode,

@@ -63,7 +63,7 @@ struct Assignment {
     /// True if the kernel may choose it as a source when it masquerades.
     is_source: bool,
     /// The position of the address among those of the interface, in the kernel's order.
-    place: u32,
+    position: u32,
 }
 
 /// The facts about the node that come from the cluster and the configuration.
@@ -89,7 +89,7 @@ struct DefaultRoute {
 pub(super) struct State {
     links: BTreeMap<u32, Link>,
     addresses: BTreeMap<(u32, IpAddr), Assignment>,
-    next_place: u32,
+    next_position: u32,
     default_routes: BTreeSet<DefaultRoute>,
     /// True once CNI's bandwidth plugin has made a device.
     limits_bandwidth: bool,
@@ -151,14 +151,14 @@ impl State {
     fn assign(&mut self, key: (u32, IpAddr), assignment: Assignment) {
         let former = self.addresses.get(&key);
         // The kernel puts an address that becomes primary behind the others.
-        let place = match former.filter(|former| former.is_source || !assignment.is_source) {
-            Some(former) => former.place,
+        let position = match former.filter(|former| former.is_source || !assignment.is_source) {
+            Some(former) => former.position,
             None => {
-                self.next_place += 1;
-                self.next_place
+                self.next_position += 1;
+                self.next_position
             }
         };
-        self.addresses.insert(key, Assignment { place, ..assignment });
+        self.addresses.insert(key, Assignment { position, ..assignment });
     }
 
     pub(super) fn host(&self, around: &Surroundings) -> NodeNetwork {
@@ -257,7 +257,7 @@ impl State {
     fn source_on(&self, index: u32, v6: bool, node_addresses: &[IpAddr]) -> Option<IpAddr> {
         let sources = || self.addresses_of(index).filter(|(ip, of)| ip.is_ipv6() == v6 && of.is_source);
         let of_node = node_addresses.iter().find(|node| sources().any(|(ip, _)| ip == *node));
-        of_node.or_else(|| sources().min_by_key(|(_, of)| of.place).map(|(ip, _)| ip)).copied()
+        of_node.or_else(|| sources().min_by_key(|(_, of)| of.position).map(|(ip, _)| ip)).copied()
     }
 
     fn master(&self, index: u32, uplinks: &BTreeSet<u32>) -> Master {
@@ -376,8 +376,8 @@ fn parse_tag(info: &LinkInfo) -> Option<(u16, u16)> {
     protocol.zip(id)
 }
 
-/// Parses an address. Its position ([`Assignment::place`]) is 0 until the address is added to the
-/// state.
+/// Parses an address. Its position ([`Assignment::position`]) is 0 until the address is added to
+/// the state.
 fn parse_address(message: &AddressMessage) -> Option<((u32, IpAddr), Assignment)> {
     let (mut local, mut address) = (None, None);
     let mut flags = AddressFlags::from_bits_retain(message.header.flags.bits().into());
@@ -402,7 +402,7 @@ fn parse_address(message: &AddressMessage) -> Option<((u32, IpAddr), Assignment)
         is_source: message.header.scope == AddressScope::Universe
             && !flags.intersects(unfit)
             && is_routable(&ip),
-        place: 0,
+        position: 0,
     };
     Some(((message.header.index, ip), assignment))
 }

@@ -126,7 +126,8 @@ pub(in crate::process) fn mode_fallback(why: &str) -> Event {
 
 /// Returns the event that kube-proxy sends from version 1.35 on.
 pub(in crate::process) fn ipvs_is_deprecated() -> Event {
-    let note = "mode ipvs is deprecated in Kubernetes, which may remove it; mode nftables is meant to take its place";
+    let note =
+        "mode ipvs is deprecated in Kubernetes, which may remove it; mode nftables is meant to replace it";
     Event::node(Type::Warning, "IPVSDeprecation", "StartKubeProxy", note)
 }
 

@@ -91,10 +91,10 @@ const SLICE: usize = 16_384;
 const ENOTSUPP: i32 = 524;
 
 impl Map<u32, u32> {
-    /// Puts a map into an array of maps, at the index `place`. Since Linux 4.20, this returns when
+    /// Puts a map into an array of maps, at `index`. Since Linux 4.20, this returns when
     /// no program uses the former one any more.
-    pub fn put_map(&self, place: u32, map: BorrowedFd<'_>) -> Result<(), CallError> {
-        self.set(&place, &number(map))
+    pub fn put_map(&self, index: u32, map: BorrowedFd<'_>) -> Result<(), CallError> {
+        self.set(&index, &number(map))
     }
 }
 

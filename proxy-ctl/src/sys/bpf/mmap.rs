@@ -117,10 +117,10 @@ impl<T: Pod> SharedArray<T> {
     pub fn provide(&self, index: usize) -> Result<(), CallError> {
         let segment = index / (SEGMENT / size_of::<T>());
         match self.segments.get(segment) {
-            Some(place) if place.get().is_some() => Ok(()),
-            Some(place) => {
+            Some(cell) if cell.get().is_some() => Ok(()),
+            Some(cell) => {
                 let mapped = self.map(segment)?;
-                place.get_or_init(|| mapped);
+                cell.get_or_init(|| mapped);
                 Ok(())
             }
             None => Err(CallError::new(CALL, io::Error::from_raw_os_error(libc::EINVAL))),

@@ -309,12 +309,12 @@ impl IpSets {
             .0
             .send_each(changes, |change, to| change.write(name, kind, to))
             .map_err(CallError::of("netlink of ipset"))?;
-        let errors = refused.into_iter().filter_map(|(place, errno)| {
-            let call = match changes.get(place)? {
+        let errors = refused.into_iter().filter_map(|(index, errno)| {
+            let call = match changes.get(index)? {
                 MemberChange::Add(_) => "netlink IPSET_CMD_ADD",
                 MemberChange::Remove(_) => "netlink IPSET_CMD_DEL",
             };
-            Some((place, failed(call, io::Error::from_raw_os_error(errno))))
+            Some((index, failed(call, io::Error::from_raw_os_error(errno))))
         });
         Ok(errors.collect())
     }
@@ -356,7 +356,7 @@ fn failed(call: &'static str, error: io::Error) -> CallError {
             io::Error::other(format!("the set is full: it has {DEFAULT_MOST_MEMBERS} members"))
         }
         Some(own @ OWN_ERRORS..) => {
-            let name = usize::try_from(own - OWN_ERRORS).ok().and_then(|place| ERROR_NAMES.get(place));
+            let name = usize::try_from(own - OWN_ERRORS).ok().and_then(|index| ERROR_NAMES.get(index));
             io::Error::other(format!(
                 "error {own} of ipset{}",
                 name.map_or(String::new(), |name| format!(", {name}"))

@@ -258,11 +258,11 @@ impl Ipvs {
             .connection
             .send_each(changes, |change, to| change.write(self.family, to))
             .map_err(CallError::of("netlink of IPVS"))?;
-        let errors = refused.into_iter().filter_map(|(place, errno)| {
-            let change = changes.get(place)?;
+        let errors = refused.into_iter().filter_map(|(index, errno)| {
+            let change = changes.get(index)?;
             let error = io::Error::from_raw_os_error(errno);
             let is_done = change.removes() && is_gone(&error);
-            (!is_done).then(|| (place, CallError::new(change.call().1, error)))
+            (!is_done).then(|| (index, CallError::new(change.call().1, error)))
         });
         Ok(errors.collect())
     }

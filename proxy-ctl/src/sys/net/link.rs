@@ -206,13 +206,13 @@ pub fn change_addresses(
     let refused = NetlinkSocket::open(NETLINK_ROUTE)
         .and_then(|connection| connection.send_each(changes, |change, to| change.write(interface, to)))
         .map_err(CallError::of("netlink of addresses"))?;
-    let errors = refused.into_iter().filter_map(|(place, errno)| {
-        let call = match changes.get(place)? {
+    let errors = refused.into_iter().filter_map(|(index, errno)| {
+        let call = match changes.get(index)? {
             AddressChange::Remove(_) if errno == libc::EADDRNOTAVAIL => return None,
             AddressChange::Remove(_) => "netlink RTM_DELADDR",
             AddressChange::Add(_) => "netlink RTM_NEWADDR",
         };
-        Some((place, CallError::new(call, std::io::Error::from_raw_os_error(errno))))
+        Some((index, CallError::new(call, std::io::Error::from_raw_os_error(errno))))
     });
     Ok(errors.collect())
 }
@@ -314,7 +314,7 @@ mod tests {
         let refused = change_addresses(here, &[AddressChange::Add([127, 0, 0, 1].into()), add[0]]);
         assert!(refused.unwrap().is_empty());
         let refused = change_addresses(here + 100, &add[..2]).unwrap();
-        let refused: Vec<_> = refused.into_iter().map(|(place, error)| (place, error.errno())).collect();
+        let refused: Vec<_> = refused.into_iter().map(|(index, error)| (index, error.errno())).collect();
         assert_eq!(refused, [(0, libc::ENODEV), (1, libc::ENODEV)]);
     }
 

@@ -91,8 +91,8 @@ impl Direction {
 /// Returns a message about a qdisc or filter, with a `tcmsg` in the machine's byte order.
 fn message(kind: u16, flags: u16, interface: u32, handle: u32, parent: u32, info: u32) -> Messages {
     let mut header = [0; HEADER];
-    for (place, word) in header.chunks_exact_mut(4).skip(1).zip([interface, handle, parent, info]) {
-        place.copy_from_slice(&word.to_ne_bytes());
+    for (field, word) in header.chunks_exact_mut(4).skip(1).zip([interface, handle, parent, info]) {
+        field.copy_from_slice(&word.to_ne_bytes());
     }
     let mut message = Messages::default();
     message.begin(kind, flags, &header);

@@ -150,8 +150,8 @@ impl Batch {
         message.text(CHAIN_TABLE, table).text(CHAIN_NAME, chain);
         if let Some((BaseChain { hook, priority, .. }, kind)) = base {
             message
-                .nested(CHAIN_HOOK, |place| {
-                    place
+                .nested(CHAIN_HOOK, |nested| {
+                    nested
                         .attribute(HOOK_NUMBER, &hook.number().to_be_bytes())
                         .attribute(HOOK_PRIORITY, &priority.to_be_bytes());
                 })

@@ -12,11 +12,11 @@ impl Register {
     pub const VERDICT: Self = Self(0);
 
     /// Returns the register with this index, which must be below 16.
-    pub const fn new(place: u32) -> Self {
-        Self(8 + place)
+    pub const fn new(index: u32) -> Self {
+        Self(8 + index)
     }
 
-    pub const fn place(self) -> usize {
+    pub const fn index(self) -> usize {
         self.0.saturating_sub(8) as usize
     }
 }

@@ -247,18 +247,18 @@ fn sockets_follow_where_their_endpoint_goes_and_stay_where_it_serves() {
             write(&mut dataplane, *state);
         }
         dataplane.apply(&change(vec![canary(&[])])).unwrap();
-        for (client, place) in clients.iter_mut().zip(["the node", "a pod"]) {
-            until(&format!("{name}, {place}"), || client.has_ended(DIALLED_CANARY));
-            println!("{name}, {place}: sockets were ended {:?} after the first change", began.elapsed());
+        for (client, side) in clients.iter_mut().zip(["the node", "a pod"]) {
+            until(&format!("{name}, {side}"), || client.has_ended(DIALLED_CANARY));
+            println!("{name}, {side}: sockets were ended {:?} after the first change", began.elapsed());
             // One pass ends both sockets, one after the other.
             if after.is_some() {
-                until(&format!("{name}, {place}, too"), || client.has_ended(DIALLED));
+                until(&format!("{name}, {side}, too"), || client.has_ended(DIALLED));
                 client.connect(DIALLED, SERVICE, 80);
             } else {
-                assert!(!client.has_ended(DIALLED), "{name}, {place}");
+                assert!(!client.has_ended(DIALLED), "{name}, {side}");
             }
-            assert_eq!(client.ping(DIALLED), after.unwrap_or("a"), "{name}, {place}");
-            assert_eq!(client.ping(DIRECT), "a", "{name}, {place}: it dialled the endpoint itself");
+            assert_eq!(client.ping(DIALLED), after.unwrap_or("a"), "{name}, {side}");
+            assert_eq!(client.ping(DIRECT), "a", "{name}, {side}: it dialled the endpoint itself");
             client.close(DIALLED);
         }
         ended_before += clients.len() as u64 * if after.is_some() { 2 } else { 1 };

@@ -14,7 +14,7 @@ pub(super) async fn until(
 
 #[test]
 fn the_node_is_followed_by_netlink() {
-    let Some(_place) = Sandbox::new() else { return };
+    let Some(_sandbox) = Sandbox::new() else { return };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let (own_node, own_nodes) = tokio::sync::watch::channel(OwnNode::Absent);

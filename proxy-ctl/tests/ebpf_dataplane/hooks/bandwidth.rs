@@ -202,7 +202,7 @@ fn an_interface_that_the_bandwidth_plugin_has_limited_is_left_to_it(#[case] limi
 #[rstest]
 #[case::commands(Limiter::Commands)]
 #[case::plugin(Limiter::Plugin)]
-fn the_bandwidth_plugin_finds_its_place_at_a_new_interface(#[case] limiter: Limiter) {
+fn the_bandwidth_plugin_finds_its_hook_at_a_new_interface(#[case] limiter: Limiter) {
     let Some(sandbox) = Sandbox::new() else { return };
     if limiter.is_missing() {
         return;

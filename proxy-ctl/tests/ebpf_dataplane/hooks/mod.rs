@@ -478,7 +478,7 @@ fn a_program_that_was_put_before_ours_gets_behind_it() {
     }
     let _links = come();
     inspect();
-    assert!(!is_first(interface), "it is left its place for a minute");
+    assert!(!is_first(interface), "it is left first for a minute");
     assert!(others(true), "status tells that ours may not run");
     assert!(is_first(other));
 }

@@ -99,7 +99,7 @@ fn a_service_with_many_addresses_does_not_take_those_of_its_neighbours() {
     dataplane.resync(&shared([small])).unwrap();
     dataplane.apply(&change(shared([hog()]))).unwrap();
     assert_eq!(served(&sandbox), is(&[("hog", ROOM - 3), ("small", 3)]));
-    // A ClusterIP takes the place of an address of the Service that has most.
+    // A ClusterIP replaces an address of the Service that has most.
     dataplane.apply(&change(shared([plain("later", 3)]))).unwrap();
     assert_eq!(served(&sandbox), is(&[("hog", ROOM - 4), ("later", 1), ("small", 3)]));
     let lacking = without_room(&mut dataplane).unwrap();
@@ -209,7 +209,7 @@ fn web(numbers: &[u8]) -> DesiredPort {
 #[case::more_than_there_is_room_for_keeps_the_old(&[1, 2, 3, 4, 5], &[1, 2], Some(Effect::PartlyServed))]
 #[case::those_that_are_gone_are_not_dialled(&[2, 3, 4, 5, 6], &[2], Some(Effect::PartlyServed))]
 #[case::none_is_left(&[3, 4, 5, 6, 7], &[], Some(Effect::PartlyServed))]
-#[case::others_take_the_places_of_those_that_are_gone(&[3, 4], &[3, 4], None)]
+#[case::others_replace_those_that_are_gone(&[3, 4], &[3, 4], None)]
 #[case::one_of_two_is_another(&[2, 3], &[2, 3], None)]
 fn a_service_whose_new_endpoints_have_no_room_is_served_with_those_that_it_has(
     #[case] wanted: &[u8],

@@ -139,8 +139,8 @@ fn what_terminates_on_this_node_is_found_by_what_another_node_sends() {
     let slots: Map<u32, Slot4> = sandbox.map("slots4");
     let Service { cluster, internal, external, .. } = services.get(&id).unwrap().unwrap();
     assert_eq!((cluster.count(), internal.count(), external.count()), (2, 2, 3));
-    let drain = |places: std::ops::Range<u32>| -> Vec<bool> {
-        let flags = places.map(|place| slots.get(&place).unwrap().unwrap().flags);
+    let drain = |indexes: std::ops::Range<u32>| -> Vec<bool> {
+        let flags = indexes.map(|index| slots.get(&index).unwrap().unwrap().flags);
         flags.map(|flags| flags & BACKEND_DRAINING != 0).collect()
     };
     let end = external.first + external.count();

@@ -98,8 +98,8 @@ impl To {
 
     fn addresses(self, family: Family, extent: Extent) -> Vec<SocketAddr> {
         match (self, self.target()) {
-            (Self::Many(place), _) => {
-                let count = many(extent)[place];
+            (Self::Many(index), _) => {
+                let count = many(extent)[index];
                 let one = |index| SocketAddr::new(cluster_ip(FIRST_OF_MANY + index).of(family), PORT);
                 (0..count).map(one).collect()
             }

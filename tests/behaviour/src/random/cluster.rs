@@ -198,13 +198,13 @@ impl Range {
 
 impl Endpoint {
     /// Returns the node that the endpoint is on.
-    pub fn place(&self) -> Option<NodeNumber> {
+    pub fn real_node(&self) -> Option<NodeNumber> {
         PODS.iter().find(|pod| pod.name == self.pod).map(|pod| pod.node)
     }
 
     /// Returns the node that the slice names for the endpoint.
     pub fn node(&self) -> Option<NodeNumber> {
-        self.place().filter(|_| !self.nowhere)
+        self.real_node().filter(|_| !self.nowhere)
     }
 
     fn is_live(&self) -> bool {

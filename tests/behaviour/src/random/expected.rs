@@ -59,7 +59,7 @@ pub fn expected(cluster: &Cluster, service: &Service, probe: &Probe, datapath: D
     // answers the pod directly.
     let goes_around = matches!(probe.client, Client::Pod(own) if own != node)
         && service.now.external_local
-        && choice.cluster.iter().any(|(endpoint, _)| endpoint.place() != Some(node));
+        && choice.cluster.iter().any(|(endpoint, _)| endpoint.real_node() != Some(node));
     (!goes_around).then(|| of_choice(choice, &service.now, probe, node, datapath))
 }
 

@@ -13,7 +13,7 @@ use lab::{
 use super::{
     cluster::{Cluster, Probe, Service, Spec},
     expected::{Expected, expected, scenario, second_server},
-    place::{Place, SECOND_PORT},
+    round::{Round, SECOND_PORT},
 };
 use crate::{
     fixtures::PODS,
@@ -80,7 +80,7 @@ impl Runner {
     /// dials its probes.
     pub fn run(&mut self, cluster: &Cluster) -> Result<Vec<Seen>> {
         self.round += 1;
-        let place = Place { round: self.round };
+        let round = Round { number: self.round };
         let zones = NODES.into_iter().zip(cluster.zones);
         let change = |(node, zone)| self.world.objects.set_zone(&node_name(node), zone);
         let is_new_zone = zones.map(change).fold(false, |any, changed| any | changed);
@@ -92,38 +92,38 @@ impl Runner {
             self.world.settle()?;
         }
         if cluster.services().any(|(_, service)| service.before.is_some()) {
-            self.publish(cluster, place, |service| service.before.as_ref())?;
+            self.publish(cluster, round, |service| service.before.as_ref())?;
         }
-        self.publish(cluster, place, |service| Some(&service.now))?;
-        self.dial(cluster, place)
+        self.publish(cluster, round, |service| Some(&service.now))?;
+        self.dial(cluster, round)
     }
 
     /// Returns the objects of the cluster that ran last, as a folder of manifests has them, before
     /// and after its changes.
     pub fn manifests(&self, cluster: &Cluster) -> Result<String> {
-        let place = Place { round: self.round };
+        let round = Round { number: self.round };
         let mut objects = self.world.objects.clone();
-        place.write(&self.world.lab, &mut objects, cluster, |service| service.before.as_ref())?;
+        round.write(&self.world.lab, &mut objects, cluster, |service| service.before.as_ref())?;
         let before = text_of(&objects)?;
-        place.write(&self.world.lab, &mut objects, cluster, |service| Some(&service.now))?;
+        round.write(&self.world.lab, &mut objects, cluster, |service| Some(&service.now))?;
         Ok(format!("# at first\n{before}# then\n{}", text_of(&objects)?))
     }
 
     fn publish<'a>(
         &mut self,
         cluster: &'a Cluster,
-        place: Place,
+        round: Round,
         spec: impl Fn(&'a Service) -> Option<&'a Spec>,
     ) -> Result<()> {
-        place.write(&self.world.lab, &mut self.world.objects, cluster, spec)?;
+        round.write(&self.world.lab, &mut self.world.objects, cluster, spec)?;
         self.world.settle().context("waiting for the proxies to serve a random cluster")
     }
 
-    fn dial(&self, cluster: &Cluster, place: Place) -> Result<Vec<Seen>> {
+    fn dial(&self, cluster: &Cluster, round: Round) -> Result<Vec<Seen>> {
         let mut jobs: BTreeMap<Client, Vec<Job>> = BTreeMap::new();
         for (number, service) in cluster.services() {
             for probe in &service.probes {
-                let Some(job) = self.job(cluster, number, service, *probe, place) else { continue };
+                let Some(job) = self.job(cluster, number, service, *probe, round) else { continue };
                 jobs.entry(probe.client).or_default().push(job);
             }
         }
@@ -136,7 +136,7 @@ impl Runner {
         number: usize,
         service: &Service,
         probe: Probe,
-        place: Place,
+        round: Round,
     ) -> Option<Job> {
         let expected = expected(cluster, service, &probe, self.world.setting.datapath())?;
         let protocol = probe.port.protocol();
@@ -154,7 +154,7 @@ impl Runner {
         Some(Job {
             service: number,
             is_affine: service.now.affinity,
-            dial: Dial::new(protocol, place.target(number, &probe)).timeout_ms(silence_ms),
+            dial: Dial::new(protocol, round.target(number, &probe)).timeout_ms(silence_ms),
             outcomes: Vec::new(),
             seen: Seen {
                 scenario: scenario(cluster, service, &probe),

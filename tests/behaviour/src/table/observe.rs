@@ -27,11 +27,11 @@ const THREE_HOURS: u32 = 10_800;
 
 /// Addresses and ports of the `index`-th scenario alone. Conntrack knows an earlier datagram by its
 /// addresses.
-struct Place {
+struct ScenarioAddresses {
     index: u8,
 }
 
-impl Place {
+impl ScenarioAddresses {
     fn cluster_ips(&self) -> Addresses {
         cluster_ip(100 + u16::from(self.index))
     }
@@ -72,8 +72,8 @@ pub fn publish(world: &mut World, configuration: Configuration) -> Result<()> {
     for name in world.objects.services() {
         world.objects.remove_service(&name);
     }
-    for (_, place, scenario) in scenarios_of(configuration) {
-        let service = service(&place, scenario);
+    for (_, addresses, scenario) in scenarios_of(configuration) {
+        let service = service(&addresses, scenario);
         let endpoints = scenario.endpoints.iter().map(|endpoint| of_pod(world, endpoint));
         let endpoints = endpoints.collect::<Result<Vec<_>>>()?;
         world.objects.set_service(&service, &endpoints);
@@ -82,28 +82,30 @@ pub fn publish(world: &mut World, configuration: Configuration) -> Result<()> {
 }
 
 /// Returns the configuration's scenarios, each with its number in [`SCENARIOS`].
-fn scenarios_of(configuration: Configuration) -> impl Iterator<Item = (usize, Place, &'static Scenario)> {
-    let numbered = (0..).zip((0..).map(|index| Place { index })).zip(SCENARIOS);
+fn scenarios_of(
+    configuration: Configuration,
+) -> impl Iterator<Item = (usize, ScenarioAddresses, &'static Scenario)> {
+    let numbered = (0..).zip((0..).map(|index| ScenarioAddresses { index })).zip(SCENARIOS);
     numbered
-        .map(|((number, place), scenario)| (number, place, scenario))
+        .map(|((number, addresses), scenario)| (number, addresses, scenario))
         .filter(move |(_, _, scenario)| scenario.configuration == configuration)
 }
 
-fn service(place: &Place, scenario: &Scenario) -> Service {
+fn service(addresses: &ScenarioAddresses, scenario: &Scenario) -> Service {
     let asks = &scenario.asks;
-    let name = format!("scenario-{}", place.index);
+    let name = format!("scenario-{}", addresses.index);
     let both =
         |of: &dyn Fn(u8) -> Addresses| NODES.into_iter().flat_map(|node| of(node).both()).collect::<Vec<_>>();
-    let load_balancer = both(&|node| place.load_balancer(node));
+    let load_balancer = both(&|node| addresses.load_balancer(node));
     let ingress = load_balancer.into_iter().map(|address| Ingress { address, proxied: asks.proxied });
     Service {
         internal_local: asks.internal_local,
         external_local: asks.external_local,
         affinity_seconds: asks.affinity.then_some(THREE_HOURS),
-        external_ips: both(&|node| place.external_ip(node)),
+        external_ips: both(&|node| addresses.external_ip(node)),
         load_balancer: ingress.collect(),
         source_ranges: asks.source_ranges.iter().map(|range| (*range).to_owned()).collect(),
-        ..Service::new(&name, place.cluster_ips(), PORT, SERVER_PORT, Some(place.node_port()))
+        ..Service::new(&name, addresses.cluster_ips(), PORT, SERVER_PORT, Some(addresses.node_port()))
     }
 }
 
@@ -134,13 +136,13 @@ pub fn observe(
     variants: &[Variant],
 ) -> Result<BTreeMap<RowNumber, Observed>> {
     let mut jobs: BTreeMap<Client, Vec<Job<'_>>> = BTreeMap::new();
-    for (number, place, scenario) in scenarios_of(configuration) {
+    for (number, addresses, scenario) in scenarios_of(configuration) {
         for (row_number, row) in scenario.rows.iter().enumerate() {
             let expected = row.expected(world.setting.datapath());
             for variant in
                 variants.iter().filter(|variant| row.family.is_none_or(|family| family == variant.family))
             {
-                let target = place.target(row.destination, variant.family);
+                let target = addresses.target(row.destination, variant.family);
                 let job = Job { at: (number, row_number), row, expected, variant: *variant, target };
                 jobs.entry(row.client).or_default().push(job);
             }

@@ -153,8 +153,8 @@ mod tests {
     fn jumps_go_to_the_last_two_instructions() {
         for program in [drop_datagrams(), generate(&[0; FRAME], 1_024, 3), flood(&[0; FRAME], 3)] {
             let jumps = program.iter().enumerate().filter(|(_, word)| [0x2d, 0x55].contains(&(**word as u8)));
-            for (place, word) in jumps {
-                assert_eq!(place + 1 + usize::from((word >> 16) as u16), program.len() - 2);
+            for (index, word) in jumps {
+                assert_eq!(index + 1 + usize::from((word >> 16) as u16), program.len() - 2);
             }
         }
     }

@@ -2,7 +2,7 @@
 //! against the model.
 //!
 //! kube-proxy's tests are built with `go test -overlay`. A file of this repository,
-//! `tests/kubernetes/_overlay/topology.go`, takes the place of kube-proxy's implementation there.
+//! `tests/kubernetes/_overlay/topology.go`, replaces kube-proxy's implementation there.
 //! It starts this program for each case, and gets the answer of the model.
 
 mod sets;

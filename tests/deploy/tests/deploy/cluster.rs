@@ -193,9 +193,9 @@ impl Cluster {
         let name = pod.object["metadata"]["name"].as_str().context("metadata.name")?;
         let id = format!("{}-{name}-{}", self.lab.name(), pod.started);
         let cgroup = format!("/{id}");
-        let placement = oci::Placement { network_namespace: &network, cgroup: &cgroup };
+        let sandbox = oci::Sandbox { network_namespace: &network, cgroup: &cgroup };
         let mut configuration =
-            oci::configuration(object, container, &self.image.config, &prepared, placement)?;
+            oci::configuration(object, container, &self.image.config, &prepared, sandbox)?;
         if oci::wants_default_seccomp(container)? {
             configuration["linux"]["seccomp"] = pod.seccomp.profile(&configuration, &pod.folder)?;
         }

@@ -27,7 +27,7 @@ use crate::cgroups::{self, Hierarchy};
 const NOTHING: Option<&str> = None;
 const CONTAINERD_LIMIT: Duration = Duration::from_secs(60);
 
-/// Folders of the node that take the place of the machine's.
+/// Folders of the node that replace the machine's.
 const OWN_FOLDERS: [(&str, &str); 2] = [("lib", "/var/lib"), ("log", "/var/log")];
 
 /// Parameters that a kubelet sets for the whole kernel. It finds them with the values that it

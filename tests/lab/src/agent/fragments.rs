@@ -65,9 +65,9 @@ fn fragments(source: SocketAddr, target: SocketAddr, payload: usize) -> io::Resu
     let id = source.port();
     let count = datagram.len().div_ceil(PIECE);
     let fragment = |(index, piece): (usize, &[u8])| {
-        let place =
+        let position =
             (IpFragOffset::try_new((index * PIECE / 8) as u16).map_err(io::Error::other)?, index + 1 < count);
-        let headers = network_headers(source.ip(), target.ip(), id, place, piece.len())?;
+        let headers = network_headers(source.ip(), target.ip(), id, position, piece.len())?;
         Ok([&headers, piece].concat())
     };
     datagram.chunks(PIECE).enumerate().map(fragment).collect()

@@ -151,22 +151,22 @@ impl Known {
 #[derive(Clone)]
 struct Packet {
     bytes: Vec<u8>,
-    places: [Option<usize>; 2],
+    offsets: [Option<usize>; 2],
 }
 
 impl Packet {
     fn from_client<W: Maps>(segment: &Segment) -> Self {
         let at = 14 + direct::ip_header::<W>();
-        Self { bytes: segment.bytes::<W>(), places: [Some(at), Some(at + 2)] }
+        Self { bytes: segment.bytes::<W>(), offsets: [Some(at), Some(at + 2)] }
     }
 
     fn to_client<W: Maps>(segment: &Segment) -> Self {
         let at = 14 + direct::ip_header::<W>();
-        Self { bytes: segment.bytes::<W>(), places: [Some(at + 2), Some(at)] }
+        Self { bytes: segment.bytes::<W>(), offsets: [Some(at + 2), Some(at)] }
     }
 
     fn alone<W: Maps>(segment: &Segment) -> Self {
-        Self { bytes: segment.bytes::<W>(), places: [None; 2] }
+        Self { bytes: segment.bytes::<W>(), offsets: [None; 2] }
     }
 
     fn opening<W: Maps>() -> Self {
@@ -179,14 +179,14 @@ impl Packet {
         // `id` is the offset of the fragment's id. In IPv6, its lower half ends the fragment
         // header.
         let id = if W::NAME == "ipv4" { 14 + 4 } else { 14 + 40 + 6 };
-        Self { bytes, places: [Some(id), None] }
+        Self { bytes, offsets: [Some(id), None] }
     }
 
     fn change(&self, bytes: &mut [u8], number: u32) {
-        for (place, added) in self.places.into_iter().zip([number % CLIENT_PORTS, number / CLIENT_PORTS]) {
-            let Some(place) = place else { continue };
-            let before = u16::from_be_bytes([bytes[place], bytes[place + 1]]);
-            bytes[place..place + 2].copy_from_slice(&before.wrapping_add(added as u16).to_be_bytes());
+        for (offset, added) in self.offsets.into_iter().zip([number % CLIENT_PORTS, number / CLIENT_PORTS]) {
+            let Some(offset) = offset else { continue };
+            let before = u16::from_be_bytes([bytes[offset], bytes[offset + 1]]);
+            bytes[offset..offset + 2].copy_from_slice(&before.wrapping_add(added as u16).to_be_bytes());
         }
     }
 }

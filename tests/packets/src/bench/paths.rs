@@ -160,7 +160,7 @@ fn direct_paths<W: Maps + 'static>() -> Vec<Path<W>> {
         let tunnel = direct::tunnel(way);
         let carried = tcp(FROM, direct::LOAD_BALANCER, TCP_ACK).in_tunnel::<W>(tunnel);
         let ports = carried.len() - 20;
-        let carried = Packet { bytes: carried, places: [Some(ports), Some(ports + 2)] };
+        let carried = Packet { bytes: carried, offsets: [Some(ports), Some(ports + 2)] };
         paths.extend([
             Path::known(format!("{label}: comes in"), DIRECT, arrives).with(dialled),
             Path { runs: Runs::Alone, ..Path::known(format!("{label}: leaves"), DIRECT, leaves.clone()) }

@@ -23,12 +23,12 @@ const LOAD_BALANCER: Endpoint = (KnownAddress::External, 80);
 
 /// Side of the node on which a client is.
 #[derive(Clone, Copy)]
-enum Place {
+enum Origin {
     Pod,
     Outside,
 }
 
-impl Place {
+impl Origin {
     const BOTH: [Self; 2] = [Self::Pod, Self::Outside];
 
     const fn other(self) -> Self {
@@ -55,32 +55,32 @@ impl Place {
 
 pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("a forged first packet decides nothing for another client", |s| {
-        for (place, port) in Place::BOTH.into_iter().zip(1..) {
+        for (origin, port) in Origin::BOTH.into_iter().zip(1..) {
             s.node_port_elsewhere()?;
             let client = (CLIENT.0, port);
-            reaches(s, place.other(), client)?;
-            Connection::opens(s, place, client)?.goes_on(s)?;
+            reaches(s, origin.other(), client)?;
+            Connection::opens(s, origin, client)?.goes_on(s)?;
         }
         Ok(())
     });
     group.both::<W>("a forged packet moves no client that was there first", |s| {
-        for (place, port) in Place::BOTH.into_iter().zip(1..) {
+        for (origin, port) in Origin::BOTH.into_iter().zip(1..) {
             s.node_port_elsewhere()?;
-            let connection = Connection::opens(s, place, (CLIENT.0, port))?;
+            let connection = Connection::opens(s, origin, (CLIENT.0, port))?;
             for _ in 0..2 {
-                reaches(s, place.other(), connection.client)?;
+                reaches(s, origin.other(), connection.client)?;
                 connection.goes_on(s)?;
             }
         }
         Ok(())
     });
     group.both::<W>("a flow goes on when the one with the same ends is gone", |s| {
-        for (place, port) in Place::BOTH.into_iter().zip(1..) {
+        for (origin, port) in Origin::BOTH.into_iter().zip(1..) {
             s.node_port_elsewhere()?;
             let client = (CLIENT.0, port);
-            reaches(s, place.other(), client)?;
+            reaches(s, origin.other(), client)?;
             let forged: Vec<_> = s.flows(Stage::Opening)?.into_iter().map(|(key, _)| key).collect();
-            let connection = Connection::opens(s, place, client)?;
+            let connection = Connection::opens(s, origin, client)?;
             forged.into_iter().try_for_each(|key| W::remove_flow(&mut s.world.ebpf, Stage::Opening, key))?;
             connection.goes_on(s)?;
         }
@@ -88,10 +88,10 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     });
     group.tcp::<W>("segments of another client are not translated before the client is confirmed", |s| {
         s.node_port_elsewhere()?;
-        for (place, port) in Place::BOTH.into_iter().zip(1..) {
+        for (origin, port) in Origin::BOTH.into_iter().zip(1..) {
             let client = (CLIENT.0, port);
-            reaches(s, place.other(), client)?;
-            s.send(place.ingress(), &s.packet(client, NODE_PORT, TCP_ACK), Expect::Untouched)?;
+            reaches(s, origin.other(), client)?;
+            s.send(origin.ingress(), &s.packet(client, NODE_PORT, TCP_ACK), Expect::Untouched)?;
         }
         Ok(())
     });
@@ -114,7 +114,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     });
     group.both::<W>("XDP sends a client's packets on whose address a pod has forged later", |s| {
         let (uplink, node) = opened_with_neighbours(s)?;
-        reaches(s, Place::Pod, CLIENT)?;
+        reaches(s, Origin::Pod, CLIENT)?;
         let first = s.first(CLIENT, NODE_PORT);
         let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
         uplink.sends(s, &answer, &answer.to(CLIENT).from(NODE_PORT))?;
@@ -124,18 +124,18 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("XDP leaves a client to the stack whose address a pod has forged before", |s| {
         let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
         s.node_port_elsewhere()?;
-        reaches(s, Place::Pod, CLIENT)?;
+        reaches(s, Origin::Pod, CLIENT)?;
         uplink.passes(s, &s.first(CLIENT, NODE_PORT).bytes::<W>())?;
-        let connection = Connection::opens(s, Place::Outside, CLIENT)?;
+        let connection = Connection::opens(s, Origin::Outside, CLIENT)?;
         uplink.passes(s, &s.packet(CLIENT, NODE_PORT, TCP_ACK).bytes::<W>())?;
         connection.goes_on(s)
     });
 }
 
 /// Sends the client's first packet, and returns it as it leaves the node.
-fn reaches<W: Maps>(s: &mut Scene<W>, place: Place, client: Endpoint) -> Result<Segment> {
+fn reaches<W: Maps>(s: &mut Scene<W>, origin: Origin, client: Endpoint) -> Result<Segment> {
     let first = s.first(client, NODE_PORT);
-    let output = s.world.run(place.ingress(), &first.bytes::<W>())?;
+    let output = s.world.run(origin.ingress(), &first.bytes::<W>())?;
     let inside = first.to(REMOTE).from((client.0, source_port::<W>(&output.packet)?));
     ensure!(
         output.verdict == Verdict::GoesOn && output.packet == inside.bytes::<W>(),
@@ -143,9 +143,9 @@ fn reaches<W: Maps>(s: &mut Scene<W>, place: Place, client: Endpoint) -> Result<
         output.verdict
     );
     let output = s.world.leaves("uplink_egress", &inside.bytes::<W>())?;
-    let left = match place {
-        Place::Pod => inside,
-        Place::Outside => inside.from((KnownAddress::Node, source_port::<W>(&output.packet)?)),
+    let left = match origin {
+        Origin::Pod => inside,
+        Origin::Outside => inside.from((KnownAddress::Node, source_port::<W>(&output.packet)?)),
     };
     ensure!(
         output.verdict == Verdict::GoesOn && output.packet == left.bytes::<W>(),
@@ -164,16 +164,16 @@ fn source_port<W: Maps>(packet: &[u8]) -> Result<u16> {
 
 /// Connection of a client that the backend has answered.
 struct Connection {
-    place: Place,
+    origin: Origin,
     client: Endpoint,
     /// First packet as the backend gets it.
     left: Segment,
 }
 
 impl Connection {
-    fn opens<W: Maps>(s: &mut Scene<W>, place: Place, client: Endpoint) -> Result<Self> {
-        let left = reaches(s, place, client)?;
-        let connection = Self { place, client, left };
+    fn opens<W: Maps>(s: &mut Scene<W>, origin: Origin, client: Endpoint) -> Result<Self> {
+        let left = reaches(s, origin, client)?;
+        let connection = Self { origin, client, left };
         connection.is_answered(s)?;
         Ok(connection)
     }
@@ -181,7 +181,7 @@ impl Connection {
     fn is_answered<W: Maps>(&self, s: &mut Scene<W>) -> Result<()> {
         let answer = self.left.answer(TCP_SYN | TCP_ACK);
         let output = s.world.run("uplink_ingress", &answer.bytes::<W>())?;
-        let output = s.world.leaves(self.place.egress(), &output.packet)?;
+        let output = s.world.leaves(self.origin.egress(), &output.packet)?;
         let expected = answer.from(NODE_PORT).to(self.client);
         ensure!(output.packet == expected.bytes::<W>(), "the answer comes as {:02x?}", output.packet);
         Ok(())
@@ -190,7 +190,7 @@ impl Connection {
     /// Expects packets of both directions to take the same way again.
     fn goes_on<W: Maps>(&self, s: &mut Scene<W>) -> Result<()> {
         let packet = s.packet(self.client, NODE_PORT, TCP_ACK);
-        let output = s.world.run(self.place.ingress(), &packet.bytes::<W>())?;
+        let output = s.world.run(self.origin.ingress(), &packet.bytes::<W>())?;
         let output = s.world.leaves("uplink_egress", &output.packet)?;
         let expected = self.left.flags(TCP_ACK);
         ensure!(

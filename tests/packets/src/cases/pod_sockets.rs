@@ -87,7 +87,7 @@ fn serve_and_connect<W: Maps>(s: &mut Scene<W>) -> Result<Connected> {
     s.cluster_ip()?;
     s.service(2, &[(21, (LOCAL.0, LOCAL.1 + 1), true)])?;
     s.frontend((OTHER, 80), 2, 0)?;
-    let ends = [CLIENT, LOCAL].map(|(place, port)| SocketAddr::new(address::<W>(place), port));
+    let ends = [CLIENT, LOCAL].map(|(of, port)| SocketAddr::new(address::<W>(of), port));
     let add = |end: &SocketAddr| match end.ip() {
         IpAddr::V4(address) => format!("addr add {address}/32 dev lo\n"),
         IpAddr::V6(address) => format!("addr add {address}/128 dev lo nodad\n"),

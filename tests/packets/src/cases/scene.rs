@@ -138,8 +138,8 @@ impl<'w, W: Maps> Scene<'w, W> {
     }
 
     /// Writes the entry that says that an address is a ClusterIP.
-    pub(crate) fn mark(&mut self, place: KnownAddress) -> Result<()> {
-        let key = FrontendKey::of_cluster_ip(W::address(place));
+    pub(crate) fn mark(&mut self, of: KnownAddress) -> Result<()> {
+        let key = FrontendKey::of_cluster_ip(W::address(of));
         W::put_frontend(&mut self.world.ebpf, key, Frontend::NONE)
     }
 
@@ -181,7 +181,7 @@ impl<'w, W: Maps> Scene<'w, W> {
 
     /// Sets the masquerade address and its two ranges of reserved ports. Ports of the first range
     /// are tried first.
-    pub(crate) fn masquerade_as(&mut self, place: KnownAddress, ports: [[u16; 2]; 2]) -> Result<()> {
+    pub(crate) fn masquerade_as(&mut self, of: KnownAddress, ports: [[u16; 2]; 2]) -> Result<()> {
         let ranges = ports.map(|[first, last]| first..=last);
         let mut settings = Settings {
             reserved_ports: ports,
@@ -190,7 +190,7 @@ impl<'w, W: Maps> Scene<'w, W> {
             ..Settings::default()
         };
         self.world.set_masquerade_ports(&ranges.into_iter().flatten().collect::<Vec<_>>())?;
-        W::set_masquerade(&mut settings, W::address(place));
+        W::set_masquerade(&mut settings, W::address(of));
         self.world.set_settings(settings)
     }
 

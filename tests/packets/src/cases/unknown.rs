@@ -360,8 +360,8 @@ fn with_routes<W: Maps>(s: &mut Scene<W>, body: impl Fn(&mut Scene<W>) -> Result
 }
 
 /// The node has the address until the case ends.
-fn own_address<W: Maps>(place: KnownAddress) -> Result<()> {
-    let address = address::<W>(place);
+fn own_address<W: Maps>(of: KnownAddress) -> Result<()> {
+    let address = address::<W>(of);
     let rest = if address.is_ipv4() { "/32" } else { "/128 nodad" };
     ip(None, &format!("addr add {address}{rest} dev {WAY_OUT}\n"))
 }

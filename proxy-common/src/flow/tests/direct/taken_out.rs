@@ -95,9 +95,9 @@ fn the_backend_is_the_one_that_was_chosen(
 fn what_is_sent_to_an_endpoint_that_terminates_is_taken_out() {
     let mut host = node(true);
     host.maps.slots.get_mut(&0).unwrap().flags |= BACKEND_DRAINING;
-    for place in 2..4 {
+    for index in 2..4 {
         let other = host.maps.slots[&1];
-        host.maps.slots.insert(place, other);
+        host.maps.slots.insert(index, other);
     }
     host.maps.services.get_mut(&1).unwrap().external = EndpointSet::new(0, 2).with_table(1);
     assert_eq!(unpacked(&host, &syn(), from_other_node()).unwrap().destination, BACKEND);

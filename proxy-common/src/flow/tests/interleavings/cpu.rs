@@ -153,30 +153,30 @@ impl FlowEntry<A> for Element<'_> {
     }
 }
 
-/// By its place in `Shared::affinity`.
+/// An entry, by its index in `Shared::affinity`.
 #[derive(Clone, Copy)]
 pub(in crate::flow::tests) struct Known<'a> {
     pub(super) cpu: &'a Cpu<'a>,
-    pub(super) place: usize,
+    pub(super) index: usize,
 }
 
 impl AffinityEntry for Known<'_> {
     fn read(&self) -> Affinity {
-        let answer = self.cpu.access(|shared, _| Answer::Affinity(shared.affinity[self.place].1));
+        let answer = self.cpu.access(|shared, _| Answer::Affinity(shared.affinity[self.index].1));
         let Answer::Affinity(affinity) = answer else { unreachable!("another access") };
         affinity
     }
 
     fn prolong(&self, now: u64) {
         self.cpu.access(|shared, _| {
-            shared.affinity[self.place].1.last_used = now;
+            shared.affinity[self.index].1.last_used = now;
             Answer::Done
         });
     }
 
     fn write(&self, affinity: Affinity) {
         self.cpu.access(|shared, _| {
-            shared.affinity[self.place].1 = affinity;
+            shared.affinity[self.index].1 = affinity;
             Answer::Done
         });
     }
@@ -190,7 +190,7 @@ impl<'a> AffinityMaps<V4> for &'a Cpu<'a> {
             Answer::Client(shared.affinity.iter().position(|(fast_path, _)| fast_path == key))
         });
         let Answer::Client(found) = answer else { unreachable!("another access") };
-        found.map(|place| Known { cpu: self, place })
+        found.map(|index| Known { cpu: self, index })
     }
 
     fn remember(&self, key: &AffinityKey<A>, affinity: &Affinity) -> bool {

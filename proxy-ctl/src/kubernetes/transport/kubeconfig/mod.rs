@@ -291,10 +291,10 @@ fn unusable(path: &Path, error: KubeconfigError) -> ConfigError {
         KubeconfigError::ReadConfig(source, path) => return ConfigError::Read { path, source },
         // The parser's error quotes the file, which holds secrets.
         KubeconfigError::Parse(error) => match error.location() {
-            Some(place) => format!(
+            Some(location) => format!(
                 "not a kubeconfig: what is in line {}, column {} cannot be read, or was not expected there",
-                place.line(),
-                place.column()
+                location.line(),
+                location.column()
             ),
             None => "not a kubeconfig".to_owned(),
         },

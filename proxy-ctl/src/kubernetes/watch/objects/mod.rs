@@ -68,7 +68,7 @@ pub(crate) struct Listing<P> {
     /// The number of objects received, including those that are not served.
     pub(crate) objects: usize,
     /// The index of each object in `parsed`. None until the first object is removed.
-    places: Option<FxHashMap<ObjectName, usize>>,
+    indexes: Option<FxHashMap<ObjectName, usize>>,
     names: NameInterner,
 }
 
@@ -79,7 +79,7 @@ impl<P> Default for Listing<P> {
             unreadable: Vec::new(),
             invalid: Vec::new(),
             objects: 0,
-            places: None,
+            indexes: None,
             names: NameInterner::default(),
         }
     }
@@ -95,8 +95,8 @@ impl<P: ParsedObject> Listing<P> {
         match content {
             Content::Served(mut parsed) => {
                 parsed.intern(&mut self.names);
-                if let Some(places) = &mut self.places {
-                    places.insert(parsed.name(), self.parsed.len());
+                if let Some(indexes) = &mut self.indexes {
+                    indexes.insert(parsed.name(), self.parsed.len());
                 }
                 self.parsed.push(parsed);
             }
@@ -109,13 +109,13 @@ impl<P: ParsedObject> Listing<P> {
     pub(crate) fn remove(&mut self, name: &ObjectName) {
         self.objects = self.objects.saturating_sub(1);
         let parsed = &mut self.parsed;
-        let places = self
-            .places
-            .get_or_insert_with(|| parsed.iter().zip(0..).map(|(one, place)| (one.name(), place)).collect());
-        if let Some(place) = places.remove(name) {
-            parsed.swap_remove(place);
-            if let Some(moved) = parsed.get(place) {
-                places.insert(moved.name(), place);
+        let indexes = self
+            .indexes
+            .get_or_insert_with(|| parsed.iter().zip(0..).map(|(one, index)| (one.name(), index)).collect());
+        if let Some(index) = indexes.remove(name) {
+            parsed.swap_remove(index);
+            if let Some(moved) = parsed.get(index) {
+                indexes.insert(moved.name(), index);
             }
         }
         self.unreadable.retain(|unreadable| unreadable != name);

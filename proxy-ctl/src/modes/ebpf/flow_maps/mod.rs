@@ -163,7 +163,7 @@ fn resized<'a>(former: &'a [Shape], new: &'a [Shape]) -> impl Iterator<Item = &'
     map_name::OF_FLOWS.iter().filter_map(of_name).filter(|shape| !former.contains(shape))
 }
 
-/// Returns true if a map of another size was to take the place of this one, and entries may be
+/// Returns true if a map of another size was to replace this one, and entries may be
 /// missing. A killed controller may also have left a second pin of the map in use.
 fn has_former(paths: &Paths, name: &'static str) -> Result<bool, Error> {
     let failed = |source| Error::Map { name, source };

@@ -26,7 +26,7 @@ const PAUSE: Duration = Duration::from_secs(60);
 
 /// A hook at which our program is not the first.
 #[derive(Clone, Debug)]
-pub(crate) struct Misplaced {
+pub(crate) struct OutOfOrder {
     pub(crate) interface: Interface,
     pub(crate) direction: Direction,
 }
@@ -53,7 +53,7 @@ impl HookOrder {
         program: u32,
     ) -> bool {
         let Some(programs) = tcx_program_ids(interface.index, direction) else { return false };
-        !is_in_place(&programs, program) && self.may_mend(interface, direction, Instant::now())
+        !is_in_order(&programs, program) && self.may_mend(interface, direction, Instant::now())
     }
 
     /// Counts one more mending and returns true, unless the hook is to be left as it is.
@@ -85,7 +85,7 @@ impl HookOrder {
 
 /// Returns true if our program is the first, or if it is not there. A missing program is no matter
 /// of order.
-fn is_in_place(programs: &[u32], ours: u32) -> bool {
+fn is_in_order(programs: &[u32], ours: u32) -> bool {
     programs.first().is_none_or(|first| *first == ours) || !programs.contains(&ours)
 }
 
@@ -103,8 +103,8 @@ mod tests {
     #[case::between(&[8, 7, 9], false)]
     #[case::not_attached(&[8, 9], true)]
     #[case::nobody(&[], true)]
-    fn places(#[case] programs: &[u32], #[case] expected: bool) {
-        assert_eq!(is_in_place(programs, 7), expected);
+    fn order(#[case] programs: &[u32], #[case] expected: bool) {
+        assert_eq!(is_in_order(programs, 7), expected);
     }
 
     #[test]

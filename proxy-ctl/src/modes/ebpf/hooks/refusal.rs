@@ -9,7 +9,7 @@ use crate::{
 /// and trying again at once cannot help. All other errors leave what runs as it is.
 pub(super) fn is_refused(error: &Error) -> bool {
     matches!(error, Error::Attach { source, .. } if adds(source.call) && is_lasting(source))
-        || matches!(error, Error::PlaceTaken(_))
+        || matches!(error, Error::IngressQdiscTaken(_))
 }
 
 fn adds(call: &str) -> bool {
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_is_taken_is_a_refusal() {
-        assert!(is_refused(&Error::PlaceTaken("ingress".to_owned())));
+    fn a_qdisc_that_is_taken_is_a_refusal() {
+        assert!(is_refused(&Error::IngressQdiscTaken("ingress".to_owned())));
     }
 }

@@ -186,6 +186,6 @@ mod tests {
         settling.see(&[pod(7)], start);
         assert!(!is_settled(&mut settling, &pod(7), start, PAUSE));
         settling.settle(7);
-        assert!(is_settled(&mut settling, &pod(7), start, PAUSE), "its place is taken");
+        assert!(is_settled(&mut settling, &pod(7), start, PAUSE), "its qdisc is there");
     }
 }

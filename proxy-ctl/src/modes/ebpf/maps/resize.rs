@@ -224,7 +224,7 @@ pub(crate) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
     fs::rename(from, to).map_err(|source| Error::Folder { path: from.to_owned(), source })
 }
 
-/// Copies the maps that were set aside into the ones made in their places.
+/// Copies the maps that were set aside into the ones made instead of them.
 pub(crate) fn transfer(paths: &Paths, shapes: &[Shape]) -> Result<(), Error> {
     for Shape { name, .. } in shapes.iter().filter(|shape| !shape.is_of_flows()) {
         let (Some(contents), path) = (contents(name), paths.before().join(name)) else { continue };
@@ -279,7 +279,7 @@ fn needed_slots(paths: &Paths) -> Result<u32, Error> {
 /// Returns the first index behind these sets and their lookup tables.
 pub(crate) fn end_of_slots(sets: [EndpointSet; 3]) -> u64 {
     let used = sets.iter().filter(|set| set.count() > 0);
-    used.map(|set| u64::from(set.first) + u64::from(set.places())).max().unwrap_or(0)
+    used.map(|set| u64::from(set.first) + u64::from(set.indexes())).max().unwrap_or(0)
 }
 
 /// Copies a map that nobody writes meanwhile.

@@ -256,16 +256,16 @@ mod tests {
                         waiting.clear();
                     }
                 }
-                let mut places = vec![false; CAPACITY as usize];
+                let mut is_taken = vec![false; CAPACITY as usize];
                 for range in owned.iter().chain(&waiting) {
-                    for place in range.first..range.end() {
-                        prop_assert!(!std::mem::replace(&mut places[place as usize], true));
+                    for index in range.first..range.end() {
+                        prop_assert!(!std::mem::replace(&mut is_taken[index as usize], true));
                     }
                 }
-                let taken = places.iter().filter(|taken| **taken).count() as u32;
+                let taken = is_taken.iter().filter(|taken| **taken).count() as u32;
                 prop_assert_eq!(ranges.used(), taken);
                 // Neighbours are merged, so there is a free range of the size of the largest gap.
-                let largest = places.split(|taken| *taken).map(<[bool]>::len).max().unwrap_or(0) as u32;
+                let largest = is_taken.split(|taken| *taken).map(<[bool]>::len).max().unwrap_or(0) as u32;
                 for (count, fits) in [(largest, true), (largest + 1, false)] {
                     prop_assert_eq!(ranges.has_room_for(count), fits);
                     prop_assert_eq!(ranges.clone().allocate(count).is_some(), fits);

@@ -15,12 +15,12 @@ type Row<A> = (BackendKey<A>, Uses);
 #[derive(Debug)]
 pub(crate) struct Backends<A> {
     rows: Vec<Row<A>>,
-    places: HashTable<u32>,
+    indexes: HashTable<u32>,
 }
 
 impl<A> Default for Backends<A> {
     fn default() -> Self {
-        Self { rows: Vec::new(), places: HashTable::new() }
+        Self { rows: Vec::new(), indexes: HashTable::new() }
     }
 }
 
@@ -36,7 +36,7 @@ impl<A: Copy + Eq + Hash> Backends<A> {
     /// Removes all backends, and keeps their memory for others.
     pub(crate) fn clear(&mut self) {
         self.rows.clear();
-        self.places.clear();
+        self.indexes.clear();
     }
 
     pub(crate) fn contains_key(&self, key: &BackendKey<A>) -> bool {
@@ -44,22 +44,22 @@ impl<A: Copy + Eq + Hash> Backends<A> {
     }
 
     pub(crate) fn get(&self, key: &BackendKey<A>) -> Option<&Uses> {
-        let place = self.places.find(hash(key), is_of(&self.rows, key))?;
-        self.rows.get(*place as usize).map(|(_, uses)| uses)
+        let index = self.indexes.find(hash(key), is_of(&self.rows, key))?;
+        self.rows.get(*index as usize).map(|(_, uses)| uses)
     }
 
     pub(crate) fn get_mut(&mut self, key: &BackendKey<A>) -> Option<&mut Uses> {
-        let place = *self.places.find(hash(key), is_of(&self.rows, key))?;
-        self.rows.get_mut(place as usize).map(|(_, uses)| uses)
+        let index = *self.indexes.find(hash(key), is_of(&self.rows, key))?;
+        self.rows.get_mut(index as usize).map(|(_, uses)| uses)
     }
 
     /// Inserts a backend, or replaces the one that the key has.
     pub(crate) fn insert(&mut self, key: BackendKey<A>, uses: Uses) {
         let rows = &self.rows;
-        let hash_of = |place: &u32| rows.get(*place as usize).map_or(0, |(key, _)| hash(key));
-        match self.places.entry(hash(&key), is_of(rows, &key), hash_of) {
-            Entry::Occupied(place) => {
-                if let Some(row) = self.rows.get_mut(*place.get() as usize) {
+        let hash_of = |index: &u32| rows.get(*index as usize).map_or(0, |(key, _)| hash(key));
+        match self.indexes.entry(hash(&key), is_of(rows, &key), hash_of) {
+            Entry::Occupied(index) => {
+                if let Some(row) = self.rows.get_mut(*index.get() as usize) {
                     row.1 = uses;
                 }
             }
@@ -71,13 +71,13 @@ impl<A: Copy + Eq + Hash> Backends<A> {
     }
 
     pub(crate) fn remove(&mut self, key: &BackendKey<A>) {
-        let Ok(found) = self.places.find_entry(hash(key), is_of(&self.rows, key)) else { return };
-        let (place, _) = found.remove();
-        self.rows.swap_remove(place as usize);
-        let Some((moved, _)) = self.rows.get(place as usize) else { return };
+        let Ok(found) = self.indexes.find_entry(hash(key), is_of(&self.rows, key)) else { return };
+        let (index, _) = found.remove();
+        self.rows.swap_remove(index as usize);
+        let Some((moved, _)) = self.rows.get(index as usize) else { return };
         let former = self.rows.len() as u32;
-        if let Some(moved) = self.places.find_mut(hash(moved), |at| *at == former) {
-            *moved = place;
+        if let Some(moved) = self.indexes.find_mut(hash(moved), |at| *at == former) {
+            *moved = index;
         }
     }
 }
@@ -87,7 +87,7 @@ fn hash<A: Hash>(key: &BackendKey<A>) -> u64 {
 }
 
 fn is_of<A: Eq>(rows: &[Row<A>], key: &BackendKey<A>) -> impl Fn(&u32) -> bool {
-    move |place| rows.get(*place as usize).is_some_and(|(at, _)| at == key)
+    move |index| rows.get(*index as usize).is_some_and(|(at, _)| at == key)
 }
 
 #[cfg(test)]

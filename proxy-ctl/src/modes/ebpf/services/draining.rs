@@ -31,7 +31,7 @@ pub(super) fn with_draining(port: &Arc<DesiredPort>, forwarding: Forwarding) -> 
     let set = |indexes: &[u32], is_extended: bool| -> Arc<[u32]> {
         let is_in =
             |before: Option<u32>| before.map_or(is_extended, |before| indexes.binary_search(&before).is_ok());
-        (0..).zip(&numbered).filter(|(_, (before, _))| is_in(*before)).map(|(place, _)| place).collect()
+        (0..).zip(&numbered).filter(|(_, (before, _))| is_in(*before)).map(|(index, _)| index).collect()
     };
     let endpoints = Endpoints {
         cluster: set(cluster, false),

@@ -29,8 +29,8 @@ impl<F: MapFamily> FamilyWriter<F> {
     /// writes into a Service.
     pub(crate) fn fit(&mut self, writes: &mut Writes<F>) -> Vec<Wanted<F>> {
         let wanted = std::mem::take(&mut writes.frontends);
-        let has_place = |(key, ..): &Wanted<F>| self.entries.frontends.contains_key(key);
-        let (mut fitting, new): (Vec<_>, Vec<_>) = wanted.into_iter().partition(has_place);
+        let is_programmed = |(key, ..): &Wanted<F>| self.entries.frontends.contains_key(key);
+        let (mut fitting, new): (Vec<_>, Vec<_>) = wanted.into_iter().partition(is_programmed);
         let free = (self.frontend_capacity() as usize).saturating_sub(self.entries.frontends.len());
         let waiting = &mut self.entries.without_room;
         if new.is_empty() && (waiting.frontends.is_empty() || (free == 0 && !waiting.is_unplanned)) {
@@ -41,18 +41,18 @@ impl<F: MapFamily> FamilyWriter<F> {
             return fitting;
         }
         waiting.changed = true;
-        let mut without_place = std::mem::take(&mut waiting.frontends);
-        without_place.extend(new.into_iter().map(|(key, frontend, name)| (key, (frontend, name))));
-        let is_short = without_place.len() > free;
+        let mut unprogrammed = std::mem::take(&mut waiting.frontends);
+        unprogrammed.extend(new.into_iter().map(|(key, frontend, name)| (key, (frontend, name))));
+        let is_short = unprogrammed.len() > free;
         waiting.is_unplanned = is_short && waiting.may_grow.contains(&Limit::Frontends);
         if waiting.is_unplanned {
-            waiting.frontends = without_place;
+            waiting.frontends = unprogrammed;
             return fitting;
         }
-        let mut free = free + self.unmark_for(without_place.len().saturating_sub(free), writes);
-        let without_place = without_place.into_iter().map(|(key, (frontend, name))| (key, frontend, name));
+        let mut free = free + self.unmark_for(unprogrammed.len().saturating_sub(free), writes);
+        let unprogrammed = unprogrammed.into_iter().map(|(key, (frontend, name))| (key, frontend, name));
         let (external, internal): (Vec<_>, Vec<_>) =
-            without_place.partition(|(key, frontend, _)| is_external(key, frontend));
+            unprogrammed.partition(|(key, frontend, _)| is_external(key, frontend));
         free += self.remove_externals(internal.len().saturating_sub(free), writes);
         let mut in_turn = internal.into_iter().chain(external);
         fitting.extend(in_turn.by_ref().take(free));

@@ -15,7 +15,7 @@ use crate::{
 
 /// The average number of indexes for an endpoint of the lowest weight. It keeps the error of shares
 /// below a hundredth, unless the lookup table has its greatest size.
-const PLACES: u64 = 100;
+const INDEXES_OF_LOWEST: u64 = 100;
 /// Binary logarithm of the number of indexes that endpoints take in turns. Larger lookup tables are
 /// made by doubling one of this size.
 const BITS_BY_TURNS: u32 = 9;
@@ -33,11 +33,11 @@ pub(super) fn table_bits<'e>(
     let weights = weights(endpoints);
     let sum: u64 = weights.iter().map(|weight| u64::from(*weight)).sum();
     let lowest = weights.iter().filter(|weight| **weight > 0).min().map_or(1, |weight| u64::from(*weight));
-    let places = (sum.div_ceil(lowest) * PLACES).next_power_of_two();
+    let size = (sum.div_ceil(lowest) * INDEXES_OF_LOWEST).next_power_of_two();
     // With Maglev, all nodes choose alike. Smaller tables would only add sizes, and connections
     // move with each change of size.
     let least = if algorithm == Algorithm::Maglev { BITS_BY_TURNS } else { 0 };
-    places.ilog2().clamp(least, EndpointSet::MOST_TABLE_BITS)
+    size.ilog2().clamp(least, EndpointSet::MOST_TABLE_BITS)
 }
 
 /// Returns the weights of the endpoints. If all of them are 0, all endpoints count alike.
@@ -62,7 +62,7 @@ struct Taker {
 impl Taker {
     /// Returns the indexes of a lookup table of this size in the endpoint's order. Each comes once,
     /// and then they start again.
-    fn places(&self, size: usize) -> impl Iterator<Item = usize> + use<> {
+    fn preferred(&self, size: usize) -> impl Iterator<Item = usize> + use<> {
         let (first, step, mask) = (self.first, self.step, size as u64 - 1);
         (0_u64..).map(move |number| (first.wrapping_add(step.wrapping_mul(number)) & mask) as usize)
     }
@@ -98,18 +98,18 @@ pub(crate) fn table<'e, F: MapFamily>(
 fn taken_by_turns(takers: &[Taker], size: usize) -> Vec<usize> {
     let highest = takers.iter().map(|taker| taker.weight).max().unwrap_or(1);
     // The number next to each endpoint is how often it has had its turn, times the highest weight.
-    let mut turns: Vec<_> = takers.iter().map(|taker| (taker, taker.places(size), 0)).collect();
+    let mut turns: Vec<_> = takers.iter().map(|taker| (taker, taker.preferred(size), 0)).collect();
     let mut table: Vec<Option<usize>> = vec![None; size];
     let mut free = size;
     let mut round = 0;
     while free > 0 {
         round += 1;
-        for (index, (taker, places, taken)) in turns.iter_mut().enumerate() {
+        for (index, (taker, preferred, taken)) in turns.iter_mut().enumerate() {
             if free == 0 || round * taker.weight <= *taken {
                 continue;
             }
             *taken += highest;
-            take_one(&mut table, places, index);
+            take_one(&mut table, preferred, index);
             free -= 1;
         }
     }
@@ -126,27 +126,27 @@ fn doubled(half: &[usize], takers: &[Taker]) -> Vec<usize> {
     for taker in half {
         missing[*taker] -= 2;
     }
-    for place in &mut table {
-        if let Some(taker) = *place
+    for entry in &mut table {
+        if let Some(taker) = *entry
             && missing[taker] < 0
         {
-            *place = None;
+            *entry = None;
             missing[taker] += 1;
         }
     }
     for (index, taker) in takers.iter().enumerate() {
-        let mut places = taker.places(size);
+        let mut preferred = taker.preferred(size);
         for _ in 0..missing[index] {
-            take_one(&mut table, &mut places, index);
+            take_one(&mut table, &mut preferred, index);
         }
     }
     table.into_iter().flatten().collect()
 }
 
-/// Gives the next free index of `places` to `taker`. The caller makes sure that one is free.
-fn take_one(table: &mut [Option<usize>], places: &mut impl Iterator<Item = usize>, taker: usize) {
-    if let Some(place) = places.find(|place| table[*place].is_none()) {
-        table[place] = Some(taker);
+/// Gives the next free index of `preferred` to `taker`. The caller makes sure that one is free.
+fn take_one(table: &mut [Option<usize>], preferred: &mut impl Iterator<Item = usize>, taker: usize) {
+    if let Some(free) = preferred.find(|free| table[*free].is_none()) {
+        table[free] = Some(taker);
     }
 }
 
@@ -270,7 +270,7 @@ mod tests {
         for endpoint in &endpoints {
             let expected = table.len() as f64 * f64::from(endpoint.weight) / sum;
             let found = share(&table, endpoint) as f64;
-            assert!((found - expected).abs() <= 0.02 * expected, "{found} places, not {expected}");
+            assert!((found - expected).abs() <= 0.02 * expected, "{found} indexes, not {expected}");
         }
     }
 
@@ -304,9 +304,9 @@ mod tests {
     /// same weight before and after.
     fn moved(before: &[Endpoint], after: &[Endpoint]) -> usize {
         let tables = [before, after].map(|endpoints| table_of(endpoints, bits(Algorithm::Maglev, endpoints)));
-        let places = tables.each_ref().map(Vec::len).into_iter().max().unwrap();
+        let size = tables.each_ref().map(Vec::len).into_iter().max().unwrap();
         let [before_of, after_of] = tables.map(|table| {
-            let repeated = places / table.len();
+            let repeated = size / table.len();
             table.into_iter().flat_map(move |address| iter::repeat_n(address, repeated)).collect::<Vec<_>>()
         });
         let stays = |address: &IpAddr| {
@@ -316,7 +316,7 @@ mod tests {
             weight(before) == weight(after)
         };
         let moved = before_of.iter().zip(&after_of).filter(|(one, other)| one != other && stays(one)).count();
-        moved * 1_000 / places
+        moved * 1_000 / size
     }
 
     /// The indexes of the endpoint that goes do not count, as they have to move. If one of 6, 11,
@@ -333,7 +333,7 @@ mod tests {
     #[case::of_three_hundred(300, 120)]
     #[case::of_three_hundred_and_twenty_eight(328, 120)]
     #[case::of_a_thousand(1_000, 120)]
-    fn who_goes_moves_few_places_of_others(#[case] count: u16, #[case] at_most: usize) {
+    fn who_goes_moves_few_indexes_of_others(#[case] count: u16, #[case] at_most: usize) {
         let all = many(count);
         let mut most = 0;
         for gone in (0..usize::from(count)).step_by(usize::from(count).div_ceil(10)) {
@@ -341,20 +341,20 @@ mod tests {
             left.remove(gone);
             most = most.max(moved(&all, &left));
         }
-        println!("of {count} endpoints one leaves: at most {most} of 1000 places of others lead elsewhere");
-        assert!(most <= at_most, "{most} of 1000 places of others lead elsewhere");
+        println!("of {count} endpoints one leaves: at most {most} of 1000 indexes of others lead elsewhere");
+        assert!(most <= at_most, "{most} of 1000 indexes of others lead elsewhere");
     }
 
     #[rstest]
     #[case::one_drains(&[10, 10, 10], &[10, 10, 1], 20)]
     #[case::it_is_gone(&[10, 10, 1], &[10, 10, 0], 20)]
     #[case::a_canary_grows(&[99, 1], &[90, 10], 0)]
-    fn a_weight_moves_few_places_of_others(
+    fn a_weight_moves_few_indexes_of_others(
         #[case] before: &[Weight],
         #[case] after: &[Weight],
         #[case] at_most: usize,
     ) {
         let moved = moved(&weighted(before), &weighted(after));
-        assert!(moved <= at_most, "{moved} of 1000 places of others lead elsewhere");
+        assert!(moved <= at_most, "{moved} of 1000 indexes of others lead elsewhere");
     }
 }

@@ -333,9 +333,9 @@ impl<F: MapFamily> FamilyWriter<F> {
         let name = entries::name(&port.name).ok_or_else(|| Error::NameTooLong(port.name.clone()))?;
         self.write_slots(range, sets, port, slots, writes)?;
         let service = Service {
-            cluster: entries::placed(sets.cluster, range),
-            internal: entries::placed(sets.internal, range),
-            external: entries::placed(sets.external, range),
+            cluster: entries::moved_into(sets.cluster, range),
+            internal: entries::moved_into(sets.internal, range),
+            external: entries::moved_into(sets.external, range),
             flags,
             affinity_seconds,
         };
@@ -364,8 +364,8 @@ impl<F: MapFamily> FamilyWriter<F> {
         if (set.count() as usize, set.table_bits()) != (indexes.len(), table_bits) {
             return false;
         }
-        let holds = |(index, place): (u32, usize)| {
-            let found = self.maps.slots.get(place);
+        let holds = |(index, slot_index): (u32, usize)| {
+            let found = self.maps.slots.get(slot_index);
             found.is_some() && found.as_ref() == slots.get(index as usize)
         };
         entries::contents::<F>(port, indexes, table_bits).zip(set.first as usize..).all(holds)
@@ -380,10 +380,10 @@ impl<F: MapFamily> FamilyWriter<F> {
         writes: &mut Writes<F>,
     ) -> Result<(), Error> {
         let contents = arrangement.runs.iter().flat_map(|run| run.contents::<F>(port));
-        for (index, place) in contents.zip(range.first..) {
+        for (index, slot_index) in contents.zip(range.first..) {
             let Some(slot) = slots.get(index as usize) else { continue };
-            if !self.maps.slots.set(place as usize, slot) {
-                return Err(unwritten(F::SLOTS, self.maps.slots.provide(place as usize)));
+            if !self.maps.slots.set(slot_index as usize, slot) {
+                return Err(unwritten(F::SLOTS, self.maps.slots.provide(slot_index as usize)));
             }
             writes.applied.written += 1;
         }

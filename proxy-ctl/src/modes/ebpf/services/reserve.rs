@@ -109,7 +109,7 @@ impl<F: MapFamily> FamilyWriter<F> {
         }
         let added = self.backends_to_add(port, new)?;
         let arrangement = Arrangement::of(&port.endpoints, shared.algorithm_of(port));
-        let range = self.entries.slots.allocate(arrangement.places()).ok_or_else(full)?;
+        let range = self.entries.slots.allocate(arrangement.slot_count()).ok_or_else(full)?;
         let id = old.map(|(id, _)| id).or_else(|| shared.ids.allocate(1).map(|id| id.first));
         let Some(id) = id else {
             self.entries.slots.release(range);
@@ -299,8 +299,8 @@ fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredP
     let Endpoints { all, cluster, internal, external, any, need_snat, unused } = &port.endpoints;
     let kept: Vec<u32> = (0..).take(all.len()).filter(|index| is_kept(*index)).collect();
     let set = |indexes: &[u32]| -> Arc<[u32]> {
-        let places = indexes.iter().filter_map(|index| kept.binary_search(index).ok());
-        places.filter_map(|place| u32::try_from(place).ok()).collect()
+        let found = indexes.iter().filter_map(|index| kept.binary_search(index).ok());
+        found.filter_map(|index| u32::try_from(index).ok()).collect()
     };
     // Flows and sockets stay with the endpoints that are left out, as far as these have a backend.
     let left_out =

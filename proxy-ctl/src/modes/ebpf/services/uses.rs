@@ -206,8 +206,8 @@ impl<F: MapFamily> FamilyWriter<F> {
                 .collect();
             let mut seen = FxHashSet::default();
             let mut held = Vec::new();
-            for place in range.first..range.first + range.count {
-                let Some(slot) = self.maps.slots.get(place as usize) else { continue };
+            for index in range.first..range.first + range.count {
+                let Some(slot) = self.maps.slots.get(index as usize) else { continue };
                 let (protocol, owner) = (name.protocol.number(), entries::owner(name));
                 let key = BackendKey { address: slot.address(), port: slot.port(), protocol, owner };
                 let Some(uses) = backends.get_mut(&key).filter(|_| seen.insert(key)) else { continue };

@@ -32,8 +32,8 @@ impl Common {
     /// Returns true if the maps that both families share have these service ports and no others.
     pub(crate) fn has_only(&self, published: &ById<'_>) -> Result<bool, Error> {
         let name_of = |id: u32| {
-            let place = published.binary_search_by_key(&id, |(id, _)| *id).ok()?;
-            published.get(place).map(|(_, name)| *name)
+            let index = published.binary_search_by_key(&id, |(id, _)| *id).ok()?;
+            published.get(index).map(|(_, name)| *name)
         };
         let is_right =
             |id: &u32, name: &ServiceName| name_of(*id).and_then(entries::name).as_ref() == Some(name);

@@ -237,7 +237,7 @@ fn snapshot(event: &Event, clocks: &Clocks) -> Option<EventSnapshot> {
         time: clocks.wall(event.time),
         kind: EventKind::of(reason)?,
         reason,
-        of_socket: event.place == EVENT_OF_SOCKET,
+        of_socket: event.hook == EVENT_OF_SOCKET,
         service: None,
         client: known(end(event.client, event.client_port)),
         frontend: end(event.frontend, event.frontend_port)?,
@@ -283,7 +283,7 @@ mod tests {
 
     #[test]
     fn a_socket_has_no_address_yet() {
-        let event = changed(|event| event.place = EVENT_OF_SOCKET);
+        let event = changed(|event| event.hook = EVENT_OF_SOCKET);
         let shown = shown(&event).unwrap();
         assert_eq!((shown.client, shown.of_socket), (None, true));
     }

@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_asked_for_takes_no_place() {
+    fn what_is_not_asked_for_takes_no_space() {
         let old = |flow: &FlowSnapshot| flow.age > Duration::from_secs(9_992);
         assert_eq!(listed(2, &old, &[3, 9, 5, 7]), [7, 5]);
     }

@@ -302,10 +302,10 @@ fn others_by_clsact(interface: u32) -> Vec<OtherProgram> {
 fn others(direction: Direction, programs: Vec<(String, bool)>) -> Vec<OtherProgram> {
     let ours = programs.iter().position(|(_, is_ours)| *is_ours);
     let programs = programs.into_iter().enumerate().filter(|(_, (_, is_ours))| !is_ours);
-    let other = |(place, (name, _))| OtherProgram {
+    let other = |(position, (name, _))| OtherProgram {
         name,
         hook: direction.name(),
-        is_before: ours.is_none_or(|ours| place < ours),
+        is_before: ours.is_none_or(|ours| position < ours),
     };
     programs.map(other).collect()
 }
@@ -341,8 +341,8 @@ fn read_frontends<F: MapFamily>(
 }
 
 fn read_set<F: MapFamily>(maps: &FamilyMaps<F>, set: EndpointSet) -> Vec<EndpointSnapshot> {
-    let places = set.first..set.first.saturating_add(set.count());
-    let slots = places.map_while(|place| maps.slots.get(place as usize));
+    let range = set.first..set.first.saturating_add(set.count());
+    let slots = range.map_while(|index| maps.slots.get(index as usize));
     slots
         .map(|slot| EndpointSnapshot {
             address: SocketAddr::new(F::ip(slot.address()), slot.port().number()),
@@ -526,7 +526,7 @@ mod tests {
     #[case::behind(&["ours", "cil_to_netdev"], &[("cil_to_netdev", false)])]
     #[case::around(&["a", "ours", "b"], &[("a", true), ("b", false)])]
     #[case::ours_is_gone(&["a"], &[("a", true)])]
-    fn programs_of_others_have_a_place(#[case] names: &[&str], #[case] expected: &[(&str, bool)]) {
+    fn programs_of_others_have_a_position(#[case] names: &[&str], #[case] expected: &[(&str, bool)]) {
         let programs = names.iter().map(|name| ((*name).to_owned(), *name == "ours")).collect();
         let found = others(Direction::Egress, programs);
         assert!(found.iter().all(|other| other.hook == "egress"));

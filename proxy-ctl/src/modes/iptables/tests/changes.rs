@@ -85,11 +85,11 @@ fn parts_are_short_where_that_is_asked_for_and_lines_have_owners() {
     plan::ports(&differences, 1, &mut script);
     let tables: Vec<&str> = script.text.lines().filter(|line| line.starts_with('*')).collect();
     assert_eq!(tables, ["*filter", "*nat", "*nat"]);
-    for (place, line) in script.text.lines().enumerate() {
+    for (index, line) in script.text.lines().enumerate() {
         let expected = [("svc1", 0), ("svc2", 1), ("svc3", 2)];
         let expected = expected.into_iter().find(|(name, _)| line.contains(name)).map(|(_, owner)| owner);
         if expected.is_some() || line == "COMMIT" {
-            assert_eq!(script.owner(place + 1), expected, "{line}");
+            assert_eq!(script.owner(index + 1), expected, "{line}");
         }
     }
 }

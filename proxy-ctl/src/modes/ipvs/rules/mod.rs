@@ -138,7 +138,7 @@ pub(super) fn own_chains(chains: &Chains) -> Chains {
     let own = chains
         .iter()
         .filter(|((table, chain), _)| *table == "filter" && !names::writes(Mode::Iptables, table, chain));
-    own.map(|(place, rules)| (*place, rules.clone())).collect()
+    own.map(|(chain, rules)| (*chain, rules.clone())).collect()
 }
 
 /// Returns true if mode iptables serves by rules in this mode's chains. `nat` is that table as

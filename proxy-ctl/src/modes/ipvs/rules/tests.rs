@@ -70,16 +70,16 @@ fn sources_get_no_ports_of_the_programs(
     let rules: Vec<_> =
         chains[&("nat", "KUBE-POSTROUTING")].iter().filter(|rule| rule.contains("-j MASQUERADE")).collect();
     let hairpin = Set { role: SetRole::Hairpin, family }.name();
-    let (protocol, place) = protocol;
+    let (protocol, index) = protocol;
     assert_eq!(rules.len(), 6, "{rules:?}");
     assert_eq!(
-        *rules[place],
+        *rules[index],
         format!(
             "-p {protocol} -m set --match-set {hairpin} dst,dst,src -j MASQUERADE --to-ports 32768-60999"
         )
     );
     assert_eq!(
-        *rules[place + 3],
+        *rules[index + 3],
         format!("-p {protocol} -j MASQUERADE --to-ports 32768-60999 --random-fully")
     );
 }
@@ -214,7 +214,7 @@ fn rules_of_external_ips_and_their_match_are_there_with_external_ips_only(
     let of_services = &chains[&("nat", "KUBE-SERVICES")];
     let count = |text: &str| of_services.iter().filter(|rule| rule.contains(text)).count();
     assert_eq!((count("KUBE-EXTERNAL-IP"), count("-m physdev")), (rules, matches));
-    assert!(!chains.iter().any(|(place, rules)| {
-        *place != ("nat", "KUBE-SERVICES") && rules.iter().any(|rule| rule.contains("physdev"))
+    assert!(!chains.iter().any(|(chain, rules)| {
+        *chain != ("nat", "KUBE-SERVICES") && rules.iter().any(|rule| rule.contains("physdev"))
     }));
 }

@@ -8,7 +8,7 @@ use super::{
         frame::{self, Context},
         names::{PortChain, PortNames},
         objects::{Objects, Rule},
-        render::{Placement, render, room},
+        render::{Allocation, render, room},
         slots::Blocks,
     },
     host, ports,
@@ -33,9 +33,9 @@ fn rendered(service: Service) -> (PortNames, Objects) {
     let port = ports(service, vec![remote("10.180.1.1")]).remove(0);
     let context = Context::new(port.name.family, &host());
     let (wanted, mut blocks) = (room(&port, &context), Blocks::default());
-    let mut place = |count| (count > 0).then(|| blocks.allocate(count)).flatten();
-    let placement = Placement { cluster: place(wanted.cluster), local: place(wanted.local) };
-    (PortNames::new(&port.name), render(&port, &context, placement))
+    let mut allocate = |count| (count > 0).then(|| blocks.allocate(count)).flatten();
+    let allocation = Allocation { cluster: allocate(wanted.cluster), local: allocate(wanted.local) };
+    (PortNames::new(&port.name), render(&port, &context, allocation))
 }
 
 #[rstest]

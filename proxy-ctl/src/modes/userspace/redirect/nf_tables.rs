@@ -23,7 +23,7 @@ const PRIORITY: i32 = -100;
 
 /// A map or set of the table.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Place {
+enum RedirectSet {
     /// A map from address, protocol and port to a port of this process.
     Frontends,
     /// A map from protocol and port to a port of this process.
@@ -31,7 +31,7 @@ enum Place {
     NodeAddresses,
 }
 
-impl Place {
+impl RedirectSet {
     const ALL: [Self; 3] = [Self::Frontends, Self::NodePorts, Self::NodeAddresses];
 
     const fn name(self) -> &'static str {
@@ -59,13 +59,13 @@ impl Place {
 }
 
 /// Returns the nftables map of a frontend's element, and the element's key.
-fn element(led: &Led) -> (Place, Vec<u8>) {
+fn element(led: &Led) -> (RedirectSet, Vec<u8>) {
     let protocol_and_port = protocol_and_port(led.protocol, led.frontend.port);
     match led.frontend.kind {
-        FrontendKind::NodePort => (Place::NodePorts, protocol_and_port.to_vec()),
+        FrontendKind::NodePort => (RedirectSet::NodePorts, protocol_and_port.to_vec()),
         FrontendKind::ClusterIp | FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {
             let address = address_bytes(led.frontend.address);
-            (Place::Frontends, [address.as_slice(), &protocol_and_port].concat())
+            (RedirectSet::Frontends, [address.as_slice(), &protocol_and_port].concat())
         }
     }
 }
@@ -83,27 +83,27 @@ fn protocol_and_port(protocol: Protocol, port: u16) -> [u8; 8] {
 }
 
 /// Returns the keys of one nftables map in one IP family, each with the port of its listener.
-fn of_place(leads: &Leads, family: IpFamily, place: Place) -> Vec<(Vec<u8>, u16)> {
+fn elements_of(leads: &Leads, family: IpFamily, set: RedirectSet) -> Vec<(Vec<u8>, u16)> {
     let of_family = leads.iter().filter(|(led, _)| led.family == family);
     let elements = of_family.map(|(led, port)| (element(led), *port));
-    elements.filter(|((of, _), _)| *of == place).map(|((_, key), port)| (key, port)).collect()
+    elements.filter(|((of, _), _)| *of == set).map(|((_, key), port)| (key, port)).collect()
 }
 
 fn add(batch: &mut Batch, family: IpFamily, leads: &Leads) {
-    for place in [Place::Frontends, Place::NodePorts] {
+    for set in [RedirectSet::Frontends, RedirectSet::NodePorts] {
         let data = |port: u16| ElementData::Value(port.to_be_bytes().to_vec());
-        let elements = of_place(leads, family, place);
+        let elements = elements_of(leads, family, set);
         let elements: Vec<_> = elements.into_iter().map(|(key, port)| (key, data(port))).collect();
         let members = elements.iter().map(|(key, data)| (key.as_slice(), data, [].as_slice()));
-        batch.add_elements(family.into(), TABLE, place.name(), members);
+        batch.add_elements(family.into(), TABLE, set.name(), members);
     }
 }
 
 fn delete(batch: &mut Batch, family: IpFamily, leads: &Leads) {
-    for place in [Place::Frontends, Place::NodePorts] {
-        let elements = of_place(leads, family, place);
+    for set in [RedirectSet::Frontends, RedirectSet::NodePorts] {
+        let elements = elements_of(leads, family, set);
         let keys = elements.iter().map(|(key, _)| key.as_slice());
-        batch.delete_elements(family.into(), TABLE, place.name(), keys);
+        batch.delete_elements(family.into(), TABLE, set.name(), keys);
     }
 }
 
@@ -112,8 +112,8 @@ fn delete(batch: &mut Batch, family: IpFamily, leads: &Leads) {
 fn make_table(batch: &mut Batch, family: IpFamily, own: Option<IpAddr>) {
     let table_family = TableFamily::from(family);
     batch.add_table(table_family, TABLE, COMMENT);
-    for place in Place::ALL {
-        batch.add_set(table_family, TABLE, place.name(), &place.definition(family));
+    for set in RedirectSet::ALL {
+        batch.add_set(table_family, TABLE, set.name(), &set.definition(family));
     }
     let (address_offset, address_length) = match family {
         IpFamily::Ipv4 => (16, 4),
@@ -126,21 +126,24 @@ fn make_table(batch: &mut Batch, family: IpFamily, own: Option<IpAddr>) {
         to: Register::new(0),
     };
     // The protocol's register follows that of the address, and the port's follows the protocol's.
-    let load_protocol_and_port = |place: u32| {
-        let port = Register::new(place + 1);
+    let load_protocol_and_port = |first: u32| {
+        let port = Register::new(first + 1);
         [
-            Expression::Meta { key: Meta::Protocol, to: Register::new(place) },
+            Expression::Meta { key: Meta::Protocol, to: Register::new(first) },
             Expression::Payload { header: Header::Transport, offset: 2, length: 2, to: port },
         ]
     };
     let port = Register::new(8);
-    let find = |place: Place| Expression::Lookup {
-        set: place.name().to_owned(),
+    let find = |set: RedirectSet| Expression::Lookup {
+        set: set.name().to_owned(),
         key: Register::new(0),
         to: Some(port),
     };
-    let is_node =
-        Expression::Lookup { set: Place::NodeAddresses.name().to_owned(), key: Register::new(0), to: None };
+    let is_node = Expression::Lookup {
+        set: RedirectSet::NodeAddresses.name().to_owned(),
+        key: Register::new(0),
+        to: None,
+    };
     let redirect = vec![Expression::Redirect { port }];
     // REDIRECT would take an address of the interface, and an interface that leads to a pod may
     // have none.
@@ -160,10 +163,10 @@ fn make_table(batch: &mut Batch, family: IpFamily, own: Option<IpAddr>) {
         }
         let mut frontends = vec![address.clone()];
         frontends.extend(load_protocol_and_port(address_length / 4));
-        frontends.push(find(Place::Frontends));
+        frontends.push(find(RedirectSet::Frontends));
         let mut node_ports = vec![address.clone(), is_node.clone()];
         node_ports.extend(load_protocol_and_port(0));
-        node_ports.push(find(Place::NodePorts));
+        node_ports.push(find(RedirectSet::NodePorts));
         for keys in [frontends, node_ports] {
             batch.add_rule(table_family, TABLE, chain, &[keys.as_slice(), lead].concat(), &[]);
         }
@@ -257,7 +260,7 @@ fn rebuild(kernel: &NfTables, family: IpFamily, wanted: &Wanted) -> Result<(), R
     add(&mut batch, family, &wanted.leads());
     let addresses: Vec<_> = wanted.node_addresses(family).map(address_bytes).collect();
     let members = addresses.iter().map(|address| (address.as_slice(), &ElementData::None, [].as_slice()));
-    batch.add_elements(table_family, TABLE, Place::NodeAddresses.name(), members);
+    batch.add_elements(table_family, TABLE, RedirectSet::NodeAddresses.name(), members);
     commit(kernel, batch, table_family.name())
 }
 
@@ -304,19 +307,19 @@ mod tests {
     use crate::model::desired::Frontend;
 
     #[rstest]
-    #[case::cluster_ip(FrontendKind::ClusterIp, 80, Place::Frontends, &[10, 96, 0, 1, 6, 0, 0, 0, 0, 80, 0, 0])]
-    #[case::node_port(FrontendKind::NodePort, 30_080, Place::NodePorts, &[6, 0, 0, 0, 117, 128, 0, 0])]
+    #[case::cluster_ip(FrontendKind::ClusterIp, 80, RedirectSet::Frontends, &[10, 96, 0, 1, 6, 0, 0, 0, 0, 80, 0, 0])]
+    #[case::node_port(FrontendKind::NodePort, 30_080, RedirectSet::NodePorts, &[6, 0, 0, 0, 117, 128, 0, 0])]
     fn keys_of_elements(
         #[case] kind: FrontendKind,
         #[case] port: u16,
-        #[case] place: Place,
+        #[case] set: RedirectSet,
         #[case] key: &[u8],
     ) {
         let frontend = Frontend { kind, address: "10.96.0.1".parse().unwrap(), port };
         let led = Led { family: IpFamily::Ipv4, protocol: Protocol::Tcp, frontend };
-        assert_eq!(element(&led), (place, key.to_vec()));
+        assert_eq!(element(&led), (set, key.to_vec()));
         let leads = Leads::from([(led, 40_000)]);
-        assert_eq!(of_place(&leads, IpFamily::Ipv4, place), [(key.to_vec(), 40_000)]);
-        assert_eq!(of_place(&leads, IpFamily::Ipv6, place), []);
+        assert_eq!(elements_of(&leads, IpFamily::Ipv4, set), [(key.to_vec(), 40_000)]);
+        assert_eq!(elements_of(&leads, IpFamily::Ipv6, set), []);
     }
 }

@@ -1,7 +1,7 @@
 use super::*;
 
 #[test]
-fn messages_hold_their_lengths_and_places() {
+fn messages_hold_their_lengths_and_offsets() {
     let mut messages = Messages::default();
     messages.begin(7, NLM_F_ACK, &[1, 0, 0, 0]).text(1, "filter");
     messages.begin(8, 0, &[]).nested(4, |inner| {
@@ -17,7 +17,7 @@ fn messages_hold_their_lengths_and_places() {
 }
 
 #[test]
-fn messages_that_are_appended_have_the_places_after_those_before() {
+fn messages_that_are_appended_have_the_offsets_after_those_before() {
     let of = |texts: &[&str]| {
         let mut messages = Messages::default();
         for text in texts {

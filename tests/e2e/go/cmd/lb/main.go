@@ -218,7 +218,7 @@ func (b *balancer) route(address string, nodes []string) error {
 	} else {
 		route.Dst = &net.IPNet{IP: ip, Mask: net.CIDRMask(128, 128)}
 	}
-	// Next hops of IPv6 are added to those that are there, and not put in their place.
+	// Next hops of IPv6 are added to those that are there, and do not replace them.
 	if len(b.routes[address]) > 0 && (len(nodes) == 0 || ip.To4() == nil) {
 		if err := netlink.RouteDel(&netlink.Route{Dst: route.Dst}); err != nil {
 			return fmt.Errorf("removing the route of %s: %w", address, err)

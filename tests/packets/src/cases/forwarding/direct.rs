@@ -362,8 +362,8 @@ fn leaves<W: Maps>(
 
 /// Returns the source port of a packet of Geneve.
 fn source_port<W: Maps>(packet: &[u8]) -> u16 {
-    let place = 14 + ip_header::<W>();
-    u16::from_be_bytes([packet[place], packet[place + 1]])
+    let offset = 14 + ip_header::<W>();
+    u16::from_be_bytes([packet[offset], packet[offset + 1]])
 }
 
 fn is_carried<W: Maps>(output: &Output, sent: &[u8], from: KnownAddress, way: Way) -> Result<()> {
@@ -586,8 +586,8 @@ fn with_options(bytes: &mut Vec<u8>, udp: usize, options: &[u8]) {
     bytes.splice(udp + 16..udp + 16, options.iter().copied());
     bytes[udp + 8] |= (options.len() / 4) as u8;
     let added = options.len() as u16;
-    for place in [udp + 4, if udp == 34 { 16 } else { 18 }] {
-        let length = u16::from_be_bytes([bytes[place], bytes[place + 1]]) + added;
-        bytes[place..place + 2].copy_from_slice(&length.to_be_bytes());
+    for offset in [udp + 4, if udp == 34 { 16 } else { 18 }] {
+        let length = u16::from_be_bytes([bytes[offset], bytes[offset + 1]]) + added;
+        bytes[offset..offset + 2].copy_from_slice(&length.to_be_bytes());
     }
 }

@@ -308,8 +308,8 @@ impl Uplink {
     fn put_vlan_devices(&self, world: &mut World) -> Result<()> {
         const BETWEEN: u32 = 1_000_000;
         let mut interface = self.index;
-        for (place, &(protocol, id)) in self.tags.iter().enumerate() {
-            let device = if place + 1 == self.tags.len() { if_nametoindex(self.device)? } else { BETWEEN };
+        for (index, &(protocol, id)) in self.tags.iter().enumerate() {
+            let device = if index + 1 == self.tags.len() { if_nametoindex(self.device)? } else { BETWEEN };
             world.put_vlan_device(VlanTag { interface, protocol, id }, device)?;
             interface = device;
         }
@@ -377,8 +377,8 @@ impl Drop for Uplink {
     }
 }
 
-pub(crate) fn address<W: Maps>(place: KnownAddress) -> IpAddr {
-    let address = W::address(place);
+pub(crate) fn address<W: Maps>(of: KnownAddress) -> IpAddr {
+    let address = W::address(of);
     let bytes: &[u8] = address.as_ref();
     match (<[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
         (Ok(v4), _) => v4.into(),

@@ -75,7 +75,7 @@ impl Hooks {
     /// Returns true if filters are used, and a workload interface has an ingress qdisc other than
     /// clsact, such as that of CNI's bandwidth plugin.
     fn meets_bandwidth_plugin(&self) -> bool {
-        self.unattached.values().any(|refusal| refusal.is_place_taken)
+        self.unattached.values().any(|refusal| refusal.is_qdisc_taken)
     }
 
     /// Returns true if new workload interfaces may have to wait.

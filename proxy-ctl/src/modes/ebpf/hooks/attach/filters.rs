@@ -33,20 +33,20 @@ const PRIORITIES: [u16; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
 /// another protocol, have the priority.
 fn first_accepted(priorities: [u16; 8], put: impl Fn(u16) -> Result<(), CallError>) -> Result<(), CallError> {
     let [best, others @ ..] = priorities;
-    others.into_iter().fold(put(best), |placed, priority| match placed {
+    others.into_iter().fold(put(best), |outcome, priority| match outcome {
         Err(e) if e.errno() == libc::EINVAL => put(priority),
-        placed => placed,
+        outcome => outcome,
     })
 }
 
 /// Returns an error if the interface has an ingress qdisc other than clsact. The kernel would put
 /// filters of both directions into it. A filter of ours that is in it is removed, so that the qdisc
 /// is as its owner has made it.
-fn check_place(paths: &Paths, qdiscs: &BTreeMap<u32, String>, index: u32) -> Result<(), Error> {
+fn check_ingress_qdisc(paths: &Paths, qdiscs: &BTreeMap<u32, String>, index: u32) -> Result<(), Error> {
     match qdiscs.get(&index) {
         Some(kind) if kind != tc::CLSACT => {
             remove_filters(paths, index)?;
-            Err(Error::PlaceTaken(kind.clone()))
+            Err(Error::IngressQdiscTaken(kind.clone()))
         }
         Some(_) | None => Ok(()),
     }
@@ -125,7 +125,7 @@ impl Hooks {
         name: &'static str,
     ) -> Result<Result<Ensured, CallError>, Error> {
         let Self { programs, paths, qdiscs, .. } = self;
-        check_place(paths, qdiscs, index)?;
+        check_ingress_qdisc(paths, qdiscs, index)?;
         let program = programs.get(name)?;
         let folder = paths.clsact().join(index.to_string());
         make_folder(&folder)?;
@@ -146,7 +146,7 @@ impl Hooks {
             // Another program has added a qdisc since they were listed.
             Ok(false) => {
                 *qdiscs = tc::ingress_qdiscs().map_err(Error::Qdiscs)?;
-                check_place(paths, qdiscs, index)?;
+                check_ingress_qdisc(paths, qdiscs, index)?;
             }
             Err(e) => return Ok(Err(e)),
         }

@@ -25,7 +25,7 @@ use self::{
 };
 use super::{
     load::{Programs, common_packet_programs, packet_program},
-    order::{HookOrder, Misplaced},
+    order::{HookOrder, OutOfOrder},
     program_log::KernelLog,
     refusal::is_refused,
     route_watch::RouteWatch,
@@ -298,11 +298,11 @@ impl Hooks {
 
     /// Returns the hooks where another program has come before ours, and ours is to be moved. Only
     /// hooks with tcx are returned, because a filter of clsact keeps the priority that it has got.
-    pub(crate) fn misplaced(&mut self) -> Result<Vec<Misplaced>, Error> {
+    pub(crate) fn out_of_order(&mut self) -> Result<Vec<OutOfOrder>, Error> {
         if self.tcx != Some(true) {
             return Ok(Vec::new());
         }
-        let mut misplaced = Vec::new();
+        let mut out_of_order = Vec::new();
         for interface in self.interfaces.values() {
             for direction in Direction::ALL {
                 let name = packet_program(interface.role, direction, interface.ethernet);
@@ -312,11 +312,11 @@ impl Hooks {
                     source,
                 })?;
                 if self.order.is_to_be_mended(interface, direction, program) {
-                    misplaced.push(Misplaced { interface: interface.clone(), direction });
+                    out_of_order.push(OutOfOrder { interface: interface.clone(), direction });
                 }
             }
         }
-        Ok(misplaced)
+        Ok(out_of_order)
     }
 
     /// Puts our programs back to the first position of these hooks, and swaps all others for
@@ -325,10 +325,10 @@ impl Hooks {
     /// The programs are loaded anew, because the kernel takes a program only once at a hook, and no
     /// packet may meet none. For the time of a system call, a packet meets both. The second one
     /// finds it translated.
-    pub(crate) fn mend(&mut self, loaded: (Programs, KernelLog), misplaced: &[Misplaced]) -> Failures {
+    pub(crate) fn mend(&mut self, loaded: (Programs, KernelLog), out_of_order: &[OutOfOrder]) -> Failures {
         (self.programs, self.log) = loaded;
         let mut failures = Failures::default();
-        for Misplaced { interface, direction } in misplaced {
+        for OutOfOrder { interface, direction } in out_of_order {
             match self.move_link(interface, *direction) {
                 Ok(()) => tracing::warn!(
                     interface = interface.name,

@@ -14,7 +14,7 @@ pub(super) struct Refusal {
     pub(super) reason: String,
     /// True if the interface has an ingress qdisc other than `clsact`, to which our programs cannot
     /// be attached. This says nothing about our programs.
-    pub(super) is_place_taken: bool,
+    pub(super) is_qdisc_taken: bool,
 }
 
 /// Returns the reason if the kernel refuses programs at every workload interface, and at two at
@@ -23,14 +23,16 @@ pub(super) struct Refusal {
 fn refused_everywhere<'a>(interfaces: impl Iterator<Item = Option<&'a Refusal>>) -> Option<&'a str> {
     const LEAST: usize = 2;
     let all: Vec<&Refusal> = interfaces.collect::<Option<_>>()?;
-    let refused: Vec<_> = all.into_iter().filter(|refusal| !refusal.is_place_taken).collect();
+    let refused: Vec<_> = all.into_iter().filter(|refusal| !refusal.is_qdisc_taken).collect();
     refused.first().filter(|_| refused.len() >= LEAST).map(|refusal| refusal.reason.as_str())
 }
 
 impl Hooks {
     pub(super) fn note_refusal(&mut self, interface: &Interface, error: &Error) {
-        let refusal =
-            Refusal { reason: error.to_string(), is_place_taken: matches!(error, Error::PlaceTaken(_)) };
+        let refusal = Refusal {
+            reason: error.to_string(),
+            is_qdisc_taken: matches!(error, Error::IngressQdiscTaken(_)),
+        };
         if self.unattached.get(&interface.index) != Some(&refusal) {
             tracing::warn!(
                 interface = interface.name,
@@ -77,12 +79,12 @@ mod tests {
     #[case::one_of_several("full - -", None)]
     #[case::the_only_one("full", None)]
     #[case::all("full denied full", Some("full"))]
-    #[case::places_taken("taken taken taken", None)]
-    #[case::all_but_a_place_that_is_taken("taken full denied", Some("full"))]
-    #[case::one_beside_a_place_that_is_taken("taken full", None)]
+    #[case::qdiscs_taken("taken taken taken", None)]
+    #[case::all_but_one_whose_qdisc_is_taken("taken full denied", Some("full"))]
+    #[case::one_and_one_whose_qdisc_is_taken("taken full", None)]
     fn programs_are_refused_everywhere(#[case] interfaces: &str, #[case] expected: Option<&str>) {
         let refusal = |word: &str| {
-            (word != "-").then(|| Refusal { reason: word.to_owned(), is_place_taken: word == "taken" })
+            (word != "-").then(|| Refusal { reason: word.to_owned(), is_qdisc_taken: word == "taken" })
         };
         let refusals: Vec<_> = interfaces.split_whitespace().map(refusal).collect();
         assert_eq!(refused_everywhere(refusals.iter().map(Option::as_ref)), expected);

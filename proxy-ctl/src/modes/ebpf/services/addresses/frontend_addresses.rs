@@ -17,11 +17,11 @@ use crate::modes::ebpf::{
 };
 
 /// A word of the map, and the bit in it.
-type Place = (u32, u64);
+type BitPosition = (u32, u64);
 
 /// The number of frontends that share each bit.
 #[derive(Debug, Default)]
-pub(crate) struct AddressBits(FxHashMap<Place, u32>);
+pub(crate) struct AddressBits(FxHashMap<BitPosition, u32>);
 
 impl AddressBits {
     /// Returns the bits of these frontends. Node ports and cluster-IP entries do not count.
@@ -48,8 +48,8 @@ impl AddressBits {
     }
 
     fn add<F: MapFamily>(&mut self, maps: &FamilyMaps<F>, address: &F::Address) {
-        let place @ (word, bit) = frontend_address_bit(address);
-        let users = self.0.entry(place).or_default();
+        let position @ (word, bit) = frontend_address_bit(address);
+        let users = self.0.entry(position).or_default();
         *users += 1;
         if *users == 1 {
             change(maps, word, |bits| bits | bit);
@@ -57,11 +57,11 @@ impl AddressBits {
     }
 
     fn remove<F: MapFamily>(&mut self, maps: &FamilyMaps<F>, address: &F::Address) {
-        let place @ (word, bit) = frontend_address_bit(address);
-        let Some(users) = self.0.get_mut(&place) else { return };
+        let position @ (word, bit) = frontend_address_bit(address);
+        let Some(users) = self.0.get_mut(&position) else { return };
         *users -= 1;
         if *users == 0 {
-            self.0.remove(&place);
+            self.0.remove(&position);
             change(maps, word, |bits| bits & !bit);
         }
     }

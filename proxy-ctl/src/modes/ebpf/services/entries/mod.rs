@@ -54,7 +54,7 @@ impl Run {
     }
 
     fn end(&self) -> u32 {
-        self.first + self.set().places()
+        self.first + self.set().slot_count()
     }
 }
 
@@ -90,14 +90,14 @@ impl Arrangement {
         if bits == [0; 3] {
             runs.push(Run { first: 0, slots: (0..).take(endpoints.all.len()).collect(), table_bits: 0 });
         }
-        let mut place = |set: &[u32], table_bits: u32| {
+        let mut arrange = |set: &[u32], table_bits: u32| {
             if set.is_empty() {
                 return EndpointSet::default();
             }
             let shared = |run: &Run| {
-                let place = run.slots.windows(set.len()).position(|slots| slots == set)? as u32;
+                let position = run.slots.windows(set.len()).position(|slots| slots == set)? as u32;
                 let is_whole = run.table_bits == table_bits && run.slots.len() == set.len();
-                let shared = EndpointSet::new(run.first + place, set.len() as u32);
+                let shared = EndpointSet::new(run.first + position, set.len() as u32);
                 (table_bits == 0 || is_whole).then_some(shared.with_table(table_bits))
             };
             runs.iter().find_map(shared).unwrap_or_else(|| {
@@ -107,9 +107,9 @@ impl Arrangement {
                 own
             })
         };
-        let cluster = place(sets[0], bits[0]);
-        let internal = place(sets[1], bits[1]);
-        let external = place(sets[2], bits[2]);
+        let cluster = arrange(sets[0], bits[0]);
+        let internal = arrange(sets[1], bits[1]);
+        let external = arrange(sets[2], bits[2]);
         Self { runs, cluster, internal, external }
     }
 
@@ -118,7 +118,7 @@ impl Arrangement {
     }
 
     /// Returns the number of slots, with those of lookup tables.
-    pub(crate) fn places(&self) -> u32 {
+    pub(crate) fn slot_count(&self) -> u32 {
         self.runs.last().map_or(0, Run::end)
     }
 }
@@ -131,7 +131,7 @@ pub(crate) fn members<'e>(
 }
 
 /// Returns the same set, moved into the range that the service's slots were written to.
-pub(crate) fn placed(set: EndpointSet, range: Range) -> EndpointSet {
+pub(crate) fn moved_into(set: EndpointSet, range: Range) -> EndpointSet {
     if set.count() == 0 {
         return EndpointSet::default();
     }

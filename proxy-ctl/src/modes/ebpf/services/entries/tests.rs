@@ -45,7 +45,7 @@ fn slots_are_shared(
     #[case] slots: u32,
 ) {
     let arrangement = Arrangement::of(&endpoints(3, cluster, internal, external), Algorithm::Random);
-    assert_eq!(arrangement.places(), slots);
+    assert_eq!(arrangement.slot_count(), slots);
     assert_eq!(arrangement.runs[0].slots, [0, 1, 2]);
     assert!(!arrangement.has_tables());
 }
@@ -59,10 +59,10 @@ fn tables_follow_their_sets(
     #[case] cluster: &[u32],
     #[case] internal: &[u32],
     #[case] external: &[u32],
-    #[case] places: u32,
+    #[case] slot_count: u32,
 ) {
     let arrangement = Arrangement::of(&endpoints(3, cluster, internal, external), Algorithm::Maglev);
-    assert_eq!((arrangement.places(), arrangement.has_tables()), (places, true));
+    assert_eq!((arrangement.slot_count(), arrangement.has_tables()), (slot_count, true));
 }
 
 proptest! {
@@ -79,13 +79,13 @@ proptest! {
         let port = DesiredPort { endpoints, ..port(Vec::new()) };
         let arrangement = Arrangement::of(&port.endpoints, algorithm);
         let all: Vec<u32> = arrangement.runs.iter().flat_map(|run| run.contents::<V4>(&port)).collect();
-        prop_assert_eq!(all.len() as u32, arrangement.places());
+        prop_assert_eq!(all.len() as u32, arrangement.slot_count());
         let sets = [(arrangement.cluster, cluster), (arrangement.internal, internal), (arrangement.external, external)];
-        prop_assert_eq!(span(sets.each_ref().map(|(set, _)| *set)).count <= arrangement.places(), true);
+        prop_assert_eq!(span(sets.each_ref().map(|(set, _)| *set)).count <= arrangement.slot_count(), true);
         for (set, members) in sets {
             let (first, count) = (set.first as usize, set.count() as usize);
             prop_assert_eq!(&all[first..first + count], members.as_slice());
-            let table = &all[first + count..first + set.places() as usize];
+            let table = &all[first + count..first + set.slot_count() as usize];
             let has_weight = |index: &u32| weights[*index as usize] > 0;
             let has_any = members.iter().any(has_weight);
             prop_assert!(table.iter().all(|index| members.contains(index) && (has_weight(index) || !has_any)));

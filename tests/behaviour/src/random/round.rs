@@ -24,8 +24,8 @@ const THREE_HOURS: u32 = 10_800;
 /// Addresses and ports of the services of the `round`-th cluster of a lab. Conntrack knows an
 /// earlier datagram by its addresses, so these come again only after minutes.
 #[derive(Clone, Copy, Debug)]
-pub struct Place {
-    pub round: u32,
+pub struct Round {
+    pub number: u32,
 }
 
 /// Addresses and ports of one service.
@@ -85,15 +85,15 @@ impl Slot {
     }
 }
 
-impl Place {
+impl Round {
     fn slot(self, service: usize) -> Slot {
         let services = u32::try_from(SERVICES).unwrap_or(u32::MAX);
-        let number = self.round * services + u32::try_from(service).unwrap_or_default();
-        Slot { number, port: 1_000 + 3 * within(0, 3_000, self.round) }
+        let number = self.number * services + u32::try_from(service).unwrap_or_default();
+        Slot { number, port: 1_000 + 3 * within(0, 3_000, self.number) }
     }
 
     fn name(self, service: usize) -> String {
-        format!("r{}-{service}", self.round)
+        format!("r{}-{service}", self.number)
     }
 
     /// Returns the address and port that a probe dials.

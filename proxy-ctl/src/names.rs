@@ -212,7 +212,7 @@ pub fn translates(in_use: &[Mode]) -> bool {
 
 /// An owner tag: a rule in a chain of iptables whose comment says who has written the chain.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Mark {
+pub struct OwnerTag {
     pub table: &'static str,
     pub chain: &'static str,
     pub comment: &'static str,
@@ -224,27 +224,27 @@ pub struct Mark {
 ///
 /// Modes iptables and ipvs have their tags in the same chain, because both write it. A kube-proxy
 /// in one of these modes does not touch the chains that only the other mode writes. For those
-/// chains there is [`mark_of_own_chains`].
-pub const fn mark(mode: Mode) -> Option<Mark> {
+/// chains there is [`owner_tag_of_own_chains`].
+pub const fn owner_tag(mode: Mode) -> Option<OwnerTag> {
     let (chain, comment) = match mode {
         Mode::Iptables => ("KUBE-SERVICES", "proxy-ctl in mode iptables"),
         Mode::Ipvs => ("KUBE-SERVICES", "proxy-ctl in mode ipvs"),
         Mode::Userspace => (PORTALS_CONTAINER, "proxy-ctl in mode userspace"),
         Mode::Ebpf | Mode::Nftables => return None,
     };
-    Some(Mark { table: "nat", chain, comment })
+    Some(OwnerTag { table: "nat", chain, comment })
 }
 
 /// Returns the owner tag in a chain that no other mode writes. It shows that this proxy was the
 /// last to write the chains of this mode alone. A kube-proxy in the same mode empties the chain at
 /// each sync.
-pub const fn mark_of_own_chains(mode: Mode) -> Option<Mark> {
+pub const fn owner_tag_of_own_chains(mode: Mode) -> Option<OwnerTag> {
     let (chain, comment) = match mode {
         Mode::Iptables => ("KUBE-NODEPORTS", "proxy-ctl has chains of mode iptables"),
         Mode::Ipvs => ("KUBE-LOAD-BALANCER", "proxy-ctl has chains of mode ipvs"),
-        Mode::Userspace | Mode::Ebpf | Mode::Nftables => return mark(mode),
+        Mode::Userspace | Mode::Ebpf | Mode::Nftables => return owner_tag(mode),
     };
-    Some(Mark { table: "nat", chain, comment })
+    Some(OwnerTag { table: "nat", chain, comment })
 }
 
 /// Returns the other mode whose kube-proxy writes some of the same chains.
@@ -346,16 +346,19 @@ mod tests {
     /// kube-proxy in one of the two modes empties KUBE-SERVICES, and leaves the chain that has the
     /// other mode's second owner tag.
     #[test]
-    fn a_mode_that_shares_chains_has_a_mark_in_one_of_its_own() {
+    fn a_mode_that_shares_chains_has_an_owner_tag_in_one_of_its_own() {
         for mode in [Mode::Iptables, Mode::Ipvs] {
             let other = [shares_chains_with(mode).unwrap()];
-            let is_the_others = |mark: Option<Mark>| {
-                let Mark { table, chain, .. } = mark.unwrap();
+            let is_the_others = |tag: Option<OwnerTag>| {
+                let OwnerTag { table, chain, .. } = tag.unwrap();
                 !is_chain(table, chain, Scope { in_use: &other, only: Some(mode) })
             };
-            assert_eq!((is_the_others(mark(mode)), is_the_others(mark_of_own_chains(mode))), (true, false));
+            assert_eq!(
+                (is_the_others(owner_tag(mode)), is_the_others(owner_tag_of_own_chains(mode))),
+                (true, false)
+            );
         }
-        assert_eq!(mark_of_own_chains(Mode::Userspace), mark(Mode::Userspace));
+        assert_eq!(owner_tag_of_own_chains(Mode::Userspace), owner_tag(Mode::Userspace));
     }
 
     #[rstest]

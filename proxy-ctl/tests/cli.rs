@@ -357,9 +357,9 @@ fn probe_says_what_a_mode_lacks_and_what_replaces_it() {
 #[case("bash", "complete -F")]
 #[case("zsh", "#compdef proxy-ctl")]
 #[case("fish", "complete -c proxy-ctl")]
-fn completions_have_commands_and_flags(#[case] shell: &str, #[case] mark: &str) {
+fn completions_have_commands_and_flags(#[case] shell: &str, #[case] expected: &str) {
     let text = stdout(&proxy_ctl(&["completion", shell]));
-    assert!(text.contains(mark), "{text}");
+    assert!(text.contains(expected), "{text}");
     for word in ["conntrack-max-per-core", "services", "write-config-to"] {
         assert!(text.contains(word), "{word}");
     }

@@ -44,7 +44,7 @@ pub trait Tunnel: Network {
     /// with `inner`.
     ///
     /// The DSCP of the inner header is kept, and in IPv6 its flow label. Its ECN is not: whoever
-    /// takes the outer header off does not hand on the congestion mark of a switch (RFC 6040,
+    /// takes the outer header off does not hand on what a switch says of congestion (RFC 6040,
     /// compatibility mode).
     fn begin(inner: [u8; 4], protocol: u8, length: u32, ends: &Ends<Self::Address>) -> Self::Begin;
 

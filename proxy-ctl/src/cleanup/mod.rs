@@ -28,7 +28,7 @@ use serde::Serialize;
 
 use self::{
     in_use::InUse,
-    owner_tag::{Marks, OwnNatTables},
+    owner_tag::{OwnNatTables, OwnerTags},
     plan::{Plan, RetainReason},
 };
 use crate::{
@@ -40,7 +40,7 @@ use crate::{
 pub use self::{
     from_ipvs::own_sockets::deprecate_addresses,
     health_checks::{FilterTable, accepted_by_kube_proxy, accepted_by_proxy_ctl, is_any_mode_in_use},
-    owner_tag::{is_marked, is_overwritten},
+    owner_tag::{has_owner_tag, is_overwritten},
     remains::Remains,
 };
 
@@ -370,12 +370,12 @@ impl FormerRules {
 /// share chains: these stay if a kube-proxy in the other of the two has written after this proxy.
 pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
     let other = names::shares_chains_with(mode);
-    let own = Marks::read(names::mark_of_own_chains(mode))?;
-    let common = Marks::read(names::mark(mode))?;
-    if own.marked.is_empty() && common.marked.is_empty() {
+    let own = OwnerTags::read(names::owner_tag_of_own_chains(mode))?;
+    let common = OwnerTags::read(names::owner_tag(mode))?;
+    if own.tagged.is_empty() && common.tagged.is_empty() {
         return Ok(Removal::default());
     }
-    let others = Marks::read(other.and_then(names::mark_of_own_chains))?;
+    let others = OwnerTags::read(other.and_then(names::owner_tag_of_own_chains))?;
     let nat_tables = OwnNatTables::new(&common, &own, &others);
     let InUse { modes: in_use, locks: _locks, problems } = InUse::lock_others(&in_use::MODES);
     let of_mode = in_use.iter().zip(problems).find(|(in_use, _)| **in_use == mode);
@@ -385,7 +385,7 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
     let mut whole = owner_tag::rules_in(&nat_tables.whole);
     // A kube-proxy in mode ipvs that has written in one family has virtual servers and uses the
     // device.
-    if mode == Mode::Ipvs && nat_tables.begun.is_empty() && own.unmarked.is_empty() {
+    if mode == Mode::Ipvs && nat_tables.begun.is_empty() && own.untagged.is_empty() {
         let PendingRemoval { sets, device, .. } = PendingRemoval::everything();
         whole = PendingRemoval { servers: ipvs::known_servers(keeps)?, sets, device, ..whole };
     }

@@ -1,10 +1,10 @@
 //! Finds out by owner tags whether this proxy was the last to write under kube-proxy's names. The
-//! tags are those of [`names::mark`] and [`names::mark_of_own_chains`].
+//! tags are those of [`names::owner_tag`] and [`names::owner_tag_of_own_chains`].
 
 use super::{Error, PendingRemoval};
 use crate::{
     model::mode::Mode,
-    names::{self, Mark},
+    names::{self, OwnerTag},
     sys::{
         nftables::{NfTables, TableFamily},
         xtables,
@@ -20,40 +20,40 @@ pub(super) enum NatTable {
 
 /// The tables `nat` that have the chain of an owner tag.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(super) struct Marks {
+pub(super) struct OwnerTags {
     /// The tables in which the chain has the tag.
-    pub(super) marked: Vec<NatTable>,
+    pub(super) tagged: Vec<NatTable>,
     /// The tables in which the chain lacks the tag: a kube-proxy has created the chain, or has
     /// written it after this proxy.
-    pub(super) unmarked: Vec<NatTable>,
+    pub(super) untagged: Vec<NatTable>,
 }
 
-impl Marks {
+impl OwnerTags {
     /// Looks for an owner tag in every table `nat`. Needs CAP_NET_ADMIN.
-    pub(super) fn read(mark: Option<Mark>) -> Result<Self, Error> {
-        let mut marks = Self::default();
-        let Some(Mark { table, chain, comment }) = mark else { return Ok(marks) };
+    pub(super) fn read(tag: Option<OwnerTag>) -> Result<Self, Error> {
+        let mut tags = Self::default();
+        let Some(OwnerTag { table, chain, comment }) = tag else { return Ok(tags) };
         let nftables = NfTables::open()?;
         for family in TableFamily::ALL {
             if let Some(nftables) = &nftables
                 && nftables.has_chain(family, table, chain)?
             {
                 let rules = nftables.rules(family, table, chain)?;
-                let is_marked = rules.iter().any(|rule| rule.comment.as_deref() == Some(comment));
-                marks.add(NatTable::Nft(family), is_marked);
+                let is_tagged = rules.iter().any(|rule| rule.comment.as_deref() == Some(comment));
+                tags.add(NatTable::Nft(family), is_tagged);
             }
             // Asking for a table that does not exist would create it.
             if xtables::tables(family)?.iter().any(|name| name == table)
-                && let Some(is_marked) = xtables::has_comment(family, table, chain, comment)?
+                && let Some(is_tagged) = xtables::has_comment(family, table, chain, comment)?
             {
-                marks.add(NatTable::Legacy(family), is_marked);
+                tags.add(NatTable::Legacy(family), is_tagged);
             }
         }
-        Ok(marks)
+        Ok(tags)
     }
 
-    fn add(&mut self, table: NatTable, is_marked: bool) {
-        if is_marked { self.marked.push(table) } else { self.unmarked.push(table) }
+    fn add(&mut self, table: NatTable, is_tagged: bool) {
+        if is_tagged { self.tagged.push(table) } else { self.untagged.push(table) }
     }
 }
 
@@ -73,13 +73,13 @@ pub(super) struct OwnNatTables {
 }
 
 impl OwnNatTables {
-    /// Compares owner tags. `common` are the mode's tags of [`names::mark`], and `own` are its tags
-    /// of [`names::mark_of_own_chains`]. `other` are the tags of [`names::mark_of_own_chains`] of
-    /// the other mode.
-    pub(super) fn new(common: &Marks, own: &Marks, other: &Marks) -> Self {
-        let is_begun = |table: &NatTable| other.unmarked.contains(table);
-        let (begun, whole) = common.marked.iter().copied().partition(is_begun);
-        let partly = own.marked.iter().copied().filter(|table| !common.marked.contains(table)).collect();
+    /// Compares owner tags. `common` are the mode's tags of [`names::owner_tag`], and `own` are
+    /// its tags of [`names::owner_tag_of_own_chains`]. `other` are the tags of the other mode's own
+    /// chains.
+    pub(super) fn new(common: &OwnerTags, own: &OwnerTags, other: &OwnerTags) -> Self {
+        let is_begun = |table: &NatTable| other.untagged.contains(table);
+        let (begun, whole) = common.tagged.iter().copied().partition(is_begun);
+        let partly = own.tagged.iter().copied().filter(|table| !common.tagged.contains(table)).collect();
         Self { whole, partly, begun }
     }
 }
@@ -98,8 +98,8 @@ pub(super) fn rules_in(tables: &[NatTable]) -> PendingRemoval {
 }
 
 /// Returns true if the mode's rules exist and are this proxy's. Needs CAP_NET_ADMIN.
-pub fn is_marked(mode: Mode) -> Result<bool, Error> {
-    Ok(!Marks::read(names::mark(mode))?.marked.is_empty())
+pub fn has_owner_tag(mode: Mode) -> Result<bool, Error> {
+    Ok(!OwnerTags::read(names::owner_tag(mode))?.tagged.is_empty())
 }
 
 /// Returns true if the mode's own chains exist, but those that two modes write belong to a
@@ -108,12 +108,12 @@ pub fn is_overwritten(mode: Mode) -> Result<bool, Error> {
     if names::shares_chains_with(mode).is_none() {
         return Ok(false);
     }
-    let own = Marks::read(names::mark_of_own_chains(mode))?;
-    if own.marked.is_empty() {
+    let own = OwnerTags::read(names::owner_tag_of_own_chains(mode))?;
+    if own.tagged.is_empty() {
         return Ok(false);
     }
-    let common = Marks::read(names::mark(mode))?;
-    Ok(!OwnNatTables::new(&common, &own, &Marks::default()).partly.is_empty())
+    let common = OwnerTags::read(names::owner_tag(mode))?;
+    Ok(!OwnNatTables::new(&common, &own, &OwnerTags::default()).partly.is_empty())
 }
 
 #[cfg(test)]
@@ -132,7 +132,7 @@ mod tests {
     #[case::in_one_family_so_far(&[IPV6], BOTH, BOTH, &[], &[IPV4], &[IPV6])]
     #[case::in_the_only_family_that_it_serves(&[IPV6], BOTH, &[IPV4], &[IPV6], &[IPV4], &[])]
     #[case::chains_made_and_not_written(BOTH, BOTH, BOTH, &[], &[], BOTH)]
-    #[case::of_a_build_without_the_second_mark(BOTH, &[], &[], BOTH, &[], &[])]
+    #[case::of_a_build_without_the_second_tag(BOTH, &[], &[], BOTH, &[], &[])]
     #[case::taken_over_by_the_same_mode(&[], &[], &[], &[], &[], &[])]
     fn whose_chains_are_there(
         #[case] common: &[NatTable],
@@ -142,9 +142,9 @@ mod tests {
         #[case] partly: &[NatTable],
         #[case] begun: &[NatTable],
     ) {
-        let marked = |tables: &[NatTable]| Marks { marked: tables.to_vec(), ..Marks::default() };
-        let other = Marks { unmarked: of_the_other_mode.to_vec(), ..Marks::default() };
+        let tagged = |tables: &[NatTable]| OwnerTags { tagged: tables.to_vec(), ..OwnerTags::default() };
+        let other = OwnerTags { untagged: of_the_other_mode.to_vec(), ..OwnerTags::default() };
         let expected = OwnNatTables { whole: whole.to_vec(), partly: partly.to_vec(), begun: begun.to_vec() };
-        assert_eq!(OwnNatTables::new(&marked(common), &marked(own), &other), expected);
+        assert_eq!(OwnNatTables::new(&tagged(common), &tagged(own), &other), expected);
     }
 }

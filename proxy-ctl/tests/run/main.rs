@@ -293,7 +293,7 @@ fn changes_of_other_programs_are_repaired() {
     addresses.set(&[203, 0, 113, 9], &NodeAddress::default()).unwrap();
     controller.wait_for("another program had changed what is programmed");
     // A comparison that came in the middle of these changes has found a part of them, and the next
-    // one the rest. The changes are two frontends, the mark of a ClusterIP, a backend and an
+    // one the rest. The changes are two frontends, a cluster-IP entry, a backend and an
     // address.
     let deadline = Instant::now() + PATIENCE;
     while metric("proxy_drift_total") != "5" {

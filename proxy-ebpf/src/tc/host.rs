@@ -61,7 +61,7 @@ pub(crate) fn redirected(action: i64) -> Option<i32> {
 /// Of `pkt_type`: for the link address of the interface that the packet has come by.
 pub(crate) const PACKET_HOST: u32 = 0;
 
-/// A redirected packet has the link address of another interface, so the kernel has marked it PACKET_OTHERHOST.
+/// A redirected packet has the link address of another interface, so the kernel has made it PACKET_OTHERHOST.
 #[inline(always)]
 pub(crate) fn accept(ctx: &TcContext) {
     // SAFETY: the context of this program. Fails for no type that a received packet has.

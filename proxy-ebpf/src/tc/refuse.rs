@@ -290,7 +290,7 @@ impl Refuse for V4 {
     fn make_error(ctx: &TcContext, packet: &Packet<[u8; 4]>, icmp: IcmpHeader) -> Result<(), i64> {
         const HEADER: u32 = 20;
         const PROTOCOL_ICMP: u8 = 1;
-        /// Network control, as Linux marks its ICMP errors.
+        /// Network control, as in ICMP errors of Linux.
         const PRECEDENCE: u8 = 0xc0;
         let (quoted, sum) = quote(ctx, packet, HEADER + ICMP_HEADER)?;
         let [length_high, length_low] = ((HEADER + ICMP_HEADER + quoted) as u16).to_be_bytes();

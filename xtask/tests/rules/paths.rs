@@ -23,7 +23,7 @@ pub(crate) fn paths(tokens: TokenStream, prefix: &str, found: &mut BTreeSet<Stri
                 }
                 path.push_str(&word.to_string());
             }
-            TokenTree::Punct(mark) if mark.as_char() == ':' => path.push(':'),
+            TokenTree::Punct(punct) if punct.as_char() == ':' => path.push(':'),
             TokenTree::Group(group) if path.ends_with("::") => {
                 groups.push((group, format!("{prefix}{}", std::mem::take(&mut path))));
             }
@@ -44,8 +44,8 @@ pub(crate) fn without_tests(tokens: TokenStream) -> TokenStream {
     let mut kept = Vec::new();
     while let Some(token) = tokens.next() {
         match (token, tokens.peek()) {
-            (TokenTree::Punct(mark), Some(TokenTree::Group(attribute)))
-                if mark.as_char() == '#' && attribute.stream().to_string() == "cfg (test)" =>
+            (TokenTree::Punct(punct), Some(TokenTree::Group(attribute)))
+                if punct.as_char() == '#' && attribute.stream().to_string() == "cfg (test)" =>
             {
                 tokens.find(ends_item);
             }
@@ -61,7 +61,7 @@ pub(crate) fn without_tests(tokens: TokenStream) -> TokenStream {
 
 fn ends_item(token: &TokenTree) -> bool {
     match token {
-        TokenTree::Punct(mark) => mark.as_char() == ';',
+        TokenTree::Punct(punct) => punct.as_char() == ';',
         TokenTree::Group(group) => group.delimiter() == Delimiter::Brace,
         TokenTree::Ident(_) | TokenTree::Literal(_) => false,
     }

@@ -439,17 +439,17 @@ fn a_flow_without_way_to_its_pod_is_left_to_the_stack() {
     assert_eq!(routes.lookups.get(), 1);
 }
 
-/// Another CPU has copied the entry to the other map before it was marked.
+/// Another CPU has copied the entry to the other map before it was stamped.
 #[rstest]
-fn a_lost_mark_comes_back(#[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8) {
+fn a_lost_stamp_comes_back(#[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8) {
     let node = node_that_has_answered(protocol);
     assert_eq!(sends(&node, protocol), Ok(()));
     let key = node.packet(protocol, backend(TCP_ACK)).unwrap().key();
     for ((_, of), flow) in node.host.flows.borrow().iter() {
         if *of == key {
-            let mut unmarked = flow.get();
-            unmarked.next_hop = CachedHop::default();
-            flow.set(unmarked);
+            let mut unstamped = flow.get();
+            unstamped.next_hop = CachedHop::default();
+            flow.set(unstamped);
         }
     }
     assert_eq!(answers(&node, protocol, Origin::Workload, POD_INTERFACE), Then::Pass);

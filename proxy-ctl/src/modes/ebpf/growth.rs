@@ -67,16 +67,16 @@ fn needed<F: MapFamily>(
     algorithm_of: impl Fn(&DesiredPort) -> Algorithm,
 ) -> [(Limit, u64); 3] {
     let (mut frontends, mut slots) = (0, 0);
-    let (mut backends, mut marks) = (FxHashSet::default(), FxHashSet::default());
+    let (mut backends, mut cluster_ips) = (FxHashSet::default(), FxHashSet::default());
     for port in desired.iter().filter(|port| port.name.family == F::FAMILY) {
         frontends += port.frontends.len();
-        marks.extend(entries::cluster_ips::<F>(port));
+        cluster_ips.extend(entries::cluster_ips::<F>(port));
         slots += u64::from(Arrangement::of(&port.endpoints, algorithm_of(port)).slot_count());
         backends
             .extend(port.endpoints.all.iter().filter_map(|endpoint| backend_key::<F>(&port.name, endpoint)));
     }
     [
-        (Limit::Frontends, (frontends + marks.len()) as u64),
+        (Limit::Frontends, (frontends + cluster_ips.len()) as u64),
         (Limit::Slots, slots),
         (Limit::Backends, backends.len() as u64),
     ]
@@ -91,7 +91,7 @@ impl<F: MapFamily> FamilyWriter<F> {
             let most: &mut u64 = demand.entry(limit).or_default();
             *most = (*most).max(entries as u64);
         };
-        let more = waiting.frontends.len() + self.entries.cluster_ips.unmarked();
+        let more = waiting.frontends.len() + self.entries.cluster_ips.missing();
         let frontends = self.entries.frontends.len() + more;
         if frontends > self.maps.frontends.map().capacity() as usize {
             need(Limit::Frontends, frontends);
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[rstest]
-    #[case::frontends_and_marks(Limits { frontends: 5, ..Limits::default() }, &[], 2)]
+    #[case::frontends_and_cluster_ip_entries(Limits { frontends: 5, ..Limits::default() }, &[], 2)]
     #[case::too_few_frontends(Limits { frontends: 7, ..Limits::default() }, &[(Limit::Frontends, 8)], 3)]
     #[case::services(Limits { services: 4, ..Limits::default() }, &[(Limit::Services, 5)], 3)]
     fn other_maps(#[case] limits: Limits, #[case] expected: &[(Limit, u64)], #[case] services: usize) {

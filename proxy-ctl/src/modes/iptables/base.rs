@@ -31,7 +31,7 @@ pub(super) struct BaseRules {
     pub(super) chains: Vec<BaseChain>,
     /// Owner tags: rules in these chains of nat. Each shows that this proxy was the last to write
     /// the chain.
-    pub(super) marks: Vec<(SharedChain, String)>,
+    pub(super) owner_tags: Vec<(SharedChain, String)>,
     /// The last rules of KUBE-SERVICES in nat.
     pub(super) node_ports: Vec<String>,
     /// Jumps that go ahead of all other rules of their chains, in this order.
@@ -66,7 +66,7 @@ impl BaseRules {
         let why = |text: &str| format!("-m comment --comment \"{text}\"");
         let random = if abilities.random_fully { " --random-fully" } else { "" };
         let traffic = why("kubernetes service traffic requiring SNAT");
-        let masquerading = rule_text::masquerade_marked(host, &format!("{traffic} "), random);
+        let masquerading = rule_text::masquerade_by_fwmark(host, &format!("{traffic} "), random);
         let mut forwarding = Vec::new();
         if abilities.drop_invalid {
             // An invalid packet of a translated connection would reach the client untranslated, and
@@ -74,9 +74,9 @@ impl BaseRules {
             let counted = if abilities.counts_packets { count(INVALID_DROPPED) } else { String::new() };
             forwarding.push(format!("-m conntrack --ctstate INVALID {counted}-j DROP"));
         }
-        let [marked, known] = ["kubernetes forwarding rules", "kubernetes forwarding conntrack rule"]
+        let [by_fwmark, known] = ["kubernetes forwarding rules", "kubernetes forwarding conntrack rule"]
             .map(|text| format!("{} ", why(text)));
-        forwarding.extend(rule_text::forward(host, [&marked, &known]));
+        forwarding.extend(rule_text::forward(host, [&by_fwmark, &known]));
         let mut chains = vec![
             chain(Table::Nat, names::MARK_MASQUERADE, &[rule_text::set_fwmark(host)]),
             chain(Table::Nat, names::POSTROUTING, &masquerading),
@@ -102,7 +102,7 @@ impl BaseRules {
         let jumps = to_martians.chain(jumps()).collect();
         Self {
             chains,
-            marks: marks(),
+            owner_tags: owner_tags(),
             node_ports: node_ports(family, host, serves_localhost),
             jumps,
             martians,
@@ -113,14 +113,15 @@ impl BaseRules {
     pub(super) fn count(&self, table: Table) -> usize {
         let own = self.chains.iter().filter(|chain| chain.table == table).map(|chain| chain.rules.len());
         let jumps = self.jumps.iter().filter(|jump| jump.table == table).count();
-        let of_services = || self.node_ports.len() + self.marks.len();
+        let of_services = || self.node_ports.len() + self.owner_tags.len();
         own.sum::<usize>() + jumps + if table == Table::Nat { of_services() } else { 0 }
     }
 }
 
-fn marks() -> Vec<(SharedChain, String)> {
-    let in_services = own_rules::mark(Mode::Iptables).map(|rule| (SharedChain::Services, rule));
-    let in_own = own_rules::mark_of_own_chains(Mode::Iptables).map(|rule| (SharedChain::NodePorts, rule));
+fn owner_tags() -> Vec<(SharedChain, String)> {
+    let in_services = own_rules::owner_tag(Mode::Iptables).map(|rule| (SharedChain::Services, rule));
+    let in_own =
+        own_rules::owner_tag_of_own_chains(Mode::Iptables).map(|rule| (SharedChain::NodePorts, rule));
     in_services.into_iter().chain(in_own).collect()
 }
 

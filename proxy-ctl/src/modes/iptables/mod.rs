@@ -208,7 +208,7 @@ impl Tables {
     /// Finds the tools. `None`: there are no rules of this proxy in this mode, or no tools that
     /// could read them.
     fn open() -> Result<Option<Self>, Error> {
-        if !cleanup::is_marked(Mode::Iptables)? {
+        if !cleanup::has_owner_tag(Mode::Iptables)? {
             return Ok(None);
         }
         Ok(xtables::choose().ok().map(|chosen| Self(families(chosen.backend))))

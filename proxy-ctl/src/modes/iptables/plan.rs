@@ -132,15 +132,15 @@ impl Stale {
         }
         stale.chains.sort_unstable();
         let leads_to_node_ports = |rule: &str| rule.ends_with(&format!("-j {}", names::NODE_PORTS));
-        let marks: FxHashSet<(SharedChain, u64)> =
-            base.marks.iter().map(|(chain, rule)| (*chain, digest(rule))).collect();
+        let owner_tags: FxHashSet<(SharedChain, u64)> =
+            base.owner_tags.iter().map(|(chain, rule)| (*chain, digest(rule))).collect();
         for chain in SharedChain::ALL {
             let mut seen = FxHashSet::default();
             for present in state.of(chain.table()).rules(chain.name()) {
                 let is_base = chain == SharedChain::Services && leads_to_node_ports(&present.rule);
                 let is_first = seen.insert(present.digest);
                 let rule = (chain, present.digest);
-                let is_wanted = marks.contains(&rule) || wanted.shared.contains(&rule);
+                let is_wanted = owner_tags.contains(&rule) || wanted.shared.contains(&rule);
                 let stays = is_base || is_first && is_wanted;
                 if !stays {
                     stale.rules.push((chain, present.rule.clone()));
@@ -237,7 +237,7 @@ pub(super) fn base(state: &State, base: &BaseRules, script: &mut Script) {
                 firewall_jumps(state, base, &mut table_script);
             }
             Table::Nat => {
-                marks(state, base, &mut table_script);
+                write_owner_tags(state, base, &mut table_script);
                 node_ports(state, base, &mut table_script);
             }
             Table::Mangle => {}
@@ -299,8 +299,8 @@ fn firewall_jumps(state: &State, base: &BaseRules, script: &mut Script) {
     }
 }
 
-fn marks(state: &State, base: &BaseRules, script: &mut Script) {
-    for (chain, rule) in &base.marks {
+fn write_owner_tags(state: &State, base: &BaseRules, script: &mut Script) {
+    for (chain, rule) in &base.owner_tags {
         let chain = chain.name();
         if state.of(Table::Nat).rules(chain).iter().all(|present| present.digest != digest(rule)) {
             script.line(format_args!("-I {chain} {rule}"));

@@ -394,7 +394,7 @@ struct Read(KernelObjects);
 /// Reads the programmed state. `None`: there is no device of this mode, or another kube-proxy has
 /// written since.
 fn read() -> Result<Option<Read>, Error> {
-    if link::index(IPVS_DEVICE)?.is_none() || !cleanup::is_marked(Mode::Ipvs)? {
+    if link::index(IPVS_DEVICE)?.is_none() || !cleanup::has_owner_tag(Mode::Ipvs)? {
         return Ok(None);
     }
     // The excluded networks are not known here, so the members of the sets show which virtual

@@ -7,22 +7,22 @@ use crate::{
     cleanup,
     model::mode::Mode,
     modes::{Error, ErrorKind, Removed},
-    names::{self, Mark},
+    names::{self, OwnerTag},
 };
 
-/// Returns the rule of the owner tag [`crate::names::mark`], as iptables-save prints it.
-pub(crate) fn mark(mode: Mode) -> Option<String> {
-    names::mark(mode).map(rule)
+/// Returns the rule of the owner tag [`crate::names::owner_tag`], as iptables-save prints it.
+pub(crate) fn owner_tag(mode: Mode) -> Option<String> {
+    names::owner_tag(mode).map(rule)
 }
 
-/// Returns the rule of the owner tag [`crate::names::mark_of_own_chains`], as iptables-save
+/// Returns the rule of the owner tag [`crate::names::owner_tag_of_own_chains`], as iptables-save
 /// prints it.
-pub(crate) fn mark_of_own_chains(mode: Mode) -> Option<String> {
-    names::mark_of_own_chains(mode).map(rule)
+pub(crate) fn owner_tag_of_own_chains(mode: Mode) -> Option<String> {
+    names::owner_tag_of_own_chains(mode).map(rule)
 }
 
-fn rule(mark: Mark) -> String {
-    format!("-m comment --comment \"{}\"", mark.comment)
+fn rule(tag: OwnerTag) -> String {
+    format!("-m comment --comment \"{}\"", tag.comment)
 }
 
 /// Removes what proxy-ctl has written in this mode. Fails if a controller is active in it. `keeps`

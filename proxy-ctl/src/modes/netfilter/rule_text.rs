@@ -12,18 +12,18 @@ fn fwmark(host: &Host) -> String {
 
 /// Returns the rule that gives packets the fwmark.
 pub(in crate::modes) fn set_fwmark(host: &Host) -> String {
-    let mark = fwmark(host);
-    format!("-j MARK --set-xmark {mark}/{mark}")
+    let fwmark = fwmark(host);
+    format!("-j MARK --set-xmark {fwmark}/{fwmark}")
 }
 
 /// Returns the rules that masquerade packets with the fwmark, and no others. The arguments are
 /// those of [`masquerade`].
-pub(in crate::modes) fn masquerade_marked(host: &Host, matches: &str, option: &str) -> Vec<String> {
-    let mark = fwmark(host);
+pub(in crate::modes) fn masquerade_by_fwmark(host: &Host, matches: &str, option: &str) -> Vec<String> {
+    let fwmark = fwmark(host);
     let mut rules = vec![
-        format!("-m mark ! --mark {mark}/{mark} -j RETURN"),
+        format!("-m mark ! --mark {fwmark}/{fwmark} -j RETURN"),
         // Otherwise a packet that comes by again, through a tunnel, would be masqueraded again.
-        format!("-j MARK --set-xmark {mark}/0x0"),
+        format!("-j MARK --set-xmark {fwmark}/0x0"),
     ];
     rules.extend(masquerade(host, matches, option));
     rules
@@ -40,10 +40,10 @@ pub(in crate::modes) fn masquerade(host: &Host, matches: &str, option: &str) -> 
 
 /// Returns the rules that let the node forward packets with the fwmark, and those of connections
 /// that conntrack knows. Each comment is empty or ends with a space.
-pub(in crate::modes) fn forward(host: &Host, [marked, known]: [&str; 2]) -> [String; 2] {
-    let mark = fwmark(host);
+pub(in crate::modes) fn forward(host: &Host, [by_fwmark, known]: [&str; 2]) -> [String; 2] {
+    let fwmark = fwmark(host);
     [
-        format!("{marked}-m mark --mark {mark}/{mark} -j ACCEPT"),
+        format!("{by_fwmark}-m mark --mark {fwmark}/{fwmark} -j ACCEPT"),
         format!("{known}-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"),
     ]
 }

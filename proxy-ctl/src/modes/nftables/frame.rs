@@ -8,8 +8,8 @@ use ipnet::IpNet;
 
 use super::{
     language::{
-        FIRST, Language, SECOND, address_bytes, change_mark, from_interface, from_interface_prefix, goto,
-        has_mark, is_new, is_translated, jump, rule,
+        FIRST, Language, SECOND, address_bytes, change_fwmark, from_interface, from_interface_prefix, goto,
+        has_fwmark, is_new, is_translated, jump, rule,
     },
     objects::{ElementId, Rule, Set},
 };
@@ -35,7 +35,7 @@ const FIREWALL_CHECK: &str = "firewall-check";
 const SERVICE_ENDPOINTS_CHECK: &str = "service-endpoints-check";
 const NODE_PORT_ENDPOINTS_CHECK: &str = "nodeport-endpoints-check";
 const CLUSTER_IPS_CHECK: &str = "cluster-ips-check";
-const MARK_OUTSIDERS: &str = "masquerade-cluster-ips";
+const MASQUERADE_CLUSTER_IPS: &str = "masquerade-cluster-ips";
 
 /// The settings of the node that decide what is written for one IP family, whatever the Services
 /// are.
@@ -71,7 +71,7 @@ impl Context {
         Self { language: Language { family }, host }
     }
 
-    pub(super) fn mark(&self) -> u32 {
+    pub(super) fn fwmark(&self) -> u32 {
         1_u32.checked_shl(self.host.masquerade_bit.into()).unwrap_or(1)
     }
 
@@ -175,11 +175,11 @@ pub(super) fn chains(context: &Context) -> Vec<FrameChain> {
     let is_cluster_ip = || language.destination_in(&Set::ClusterIps.name());
     vec![
         inner(REJECT, vec![rule([reject()])]),
-        inner(MARK_OUTSIDERS, mark_outsiders(context)),
+        inner(MASQUERADE_CLUSTER_IPS, masquerade_cluster_ips(context)),
         inner(
             SERVICES,
             vec![
-                rule([is_cluster_ip(), vec![jump(MARK_OUTSIDERS)]]),
+                rule([is_cluster_ip(), vec![jump(MASQUERADE_CLUSTER_IPS)]]),
                 verdict_of(Set::ServiceIps),
                 verdict_of_node_port(Set::ServiceNodePorts),
             ],
@@ -187,7 +187,11 @@ pub(super) fn chains(context: &Context) -> Vec<FrameChain> {
         inner(
             MASQUERADING,
             vec![
-                rule([has_mark(context.mark()), change_mark(context.mark(), false), masquerade(context)]),
+                rule([
+                    has_fwmark(context.fwmark()),
+                    change_fwmark(context.fwmark(), false),
+                    masquerade(context),
+                ]),
                 rule([
                     is_translated(),
                     language.load_hairpin(),
@@ -269,17 +273,17 @@ fn unserved_cluster_ips(context: &Context) -> Vec<Rule> {
 ///
 /// With `masquerade_all` these are all clients. Otherwise they are those that are no pods, and
 /// nobody if pods cannot be distinguished from other clients.
-fn mark_outsiders(context: &Context) -> Vec<Rule> {
-    let mark = rule([change_mark(context.mark(), true)]);
+fn masquerade_cluster_ips(context: &Context) -> Vec<Rule> {
+    let fwmark = rule([change_fwmark(context.fwmark(), true)]);
     if context.host.masquerade_all {
-        return vec![mark];
+        return vec![fwmark];
     }
     if !context.host.local_traffic.detects_pods(context.language.family) {
         return Vec::new();
     }
     let pods = context.conditions_of_pods().into_iter();
     let stay = pods.map(|condition| rule([condition, vec![Expression::Verdict(Verdict::Return)]]));
-    stay.chain([mark]).collect()
+    stay.chain([fwmark]).collect()
 }
 
 fn is_node_port_address(context: &Context) -> Vec<Expression> {

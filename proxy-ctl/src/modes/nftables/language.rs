@@ -225,20 +225,20 @@ pub(super) fn is_translated() -> Vec<Expression> {
     expressions
 }
 
-pub(super) fn has_mark(mark: u32) -> Vec<Expression> {
+pub(super) fn has_fwmark(fwmark: u32) -> Vec<Expression> {
     let mut expressions = vec![Expression::Meta { key: Meta::Mark, to: FIRST }];
-    expressions.extend(has_bit(FIRST, mark));
+    expressions.extend(has_bit(FIRST, fwmark));
     expressions
 }
 
 /// Sets or clears bits of the packet's fwmark. Its other bits stay.
-pub(super) fn change_mark(mark: u32, set: bool) -> Vec<Expression> {
-    let xor = if set { mark } else { 0 };
+pub(super) fn change_fwmark(fwmark: u32, set: bool) -> Vec<Expression> {
+    let xor = if set { fwmark } else { 0 };
     vec![
         Expression::Meta { key: Meta::Mark, to: FIRST },
         Expression::Bitwise {
             register: FIRST,
-            mask: (!mark).to_ne_bytes().to_vec(),
+            mask: (!fwmark).to_ne_bytes().to_vec(),
             xor: xor.to_ne_bytes().to_vec(),
         },
         Expression::SetMark { from: FIRST },

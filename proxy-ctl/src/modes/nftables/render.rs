@@ -3,7 +3,7 @@
 use super::{
     frame::{self, Context, REJECT},
     language::{
-        CHOSEN, FIRST, Language, address_bytes, change_mark, endpoint_bytes, equals, frontend_key, goto,
+        CHOSEN, FIRST, Language, address_bytes, change_fwmark, endpoint_bytes, equals, frontend_key, goto,
         hairpin_key, padded, port_key, rule,
     },
     names::{PortChain, PortNames},
@@ -203,9 +203,10 @@ impl<'a> Port<'a> {
         };
         let mut rules = Vec::new();
         let near = |client: ClientPolicy, condition: Vec<Expression>| {
-            let marks = client.masquerade != Masquerade::Nobody;
-            let mark = if marks { change_mark(self.context.mark(), true) } else { Vec::new() };
-            target(client).map(|chain| rule([condition, mark, vec![goto(&chain)]]))
+            let is_masqueraded = client.masquerade != Masquerade::Nobody;
+            let set_fwmark =
+                if is_masqueraded { change_fwmark(self.context.fwmark(), true) } else { Vec::new() };
+            target(client).map(|chain| rule([condition, set_fwmark, vec![goto(&chain)]]))
         };
         if let Some(pods) = self.policy.external_from_pods {
             for condition in self.context.conditions_of_pods() {

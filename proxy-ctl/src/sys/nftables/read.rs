@@ -233,7 +233,7 @@ mod tests {
         *,
     };
 
-    /// The kernel marks a list of rules as interrupted if anybody has committed something
+    /// The kernel reports a list of rules as interrupted if anybody has committed something
     /// meanwhile.
     #[test]
     #[ignore = "needs root"]

@@ -124,10 +124,10 @@ fn both_pairs_of_ends_of_a_connection_are_kept_from_flows_until_it_ends() {
     assert_eq!(keys, expected, "{rows:?}");
 
     // The first call reserves the ends of the secondary mode's connections, and also clears what
-    // marks entries as dialled.
+    // entries have noted.
     dataplane.collect_garbage().unwrap();
-    // Somebody forges a SYN: the connection goes on, and the mark is taken off.
-    mark_as_dialled(&sandbox);
+    // Somebody forges a SYN: the connection goes on, and the note is cleared.
+    note_syn(&sandbox);
     collect_until(&mut dataplane, || kept(&sandbox).iter().all(|(_, flow)| flow.state.reset == 0));
     assert_eq!(kept(&sandbox).len(), 2);
 
@@ -137,7 +137,7 @@ fn both_pairs_of_ends_of_a_connection_are_kept_from_flows_until_it_ends() {
         thread::sleep(Duration::from_millis(10));
     }
     // The client dials again.
-    mark_as_dialled(&sandbox);
+    note_syn(&sandbox);
     collect_until(&mut dataplane, || kept(&sandbox).is_empty());
 }
 
@@ -151,7 +151,7 @@ fn collect_until(dataplane: &mut EbpfDataplane, is_done: impl Fn() -> bool) {
 }
 
 /// Does what a program does when it meets a SYN.
-fn mark_as_dialled(sandbox: &Sandbox) {
+fn note_syn(sandbox: &Sandbox) {
     let map = sandbox.map("flows4");
     for (key, mut flow) in kept(sandbox) {
         flow.state.reset = RESET_PLAUSIBLE;

@@ -150,7 +150,7 @@ fn what_is_desired_has_room_and_is_dialled_all_the_time() {
 fn the_first_sync_leaves_room_to_spare() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     let mut dataplane = open(&mut sandbox, Limits::default());
-    // With the marks of ClusterIPs, the Services take more than three quarters of the room for
+    // With cluster-IP entries, the Services take more than three quarters of the room for
     // frontends.
     let all = shared((0..200).map(slim));
     dataplane.resync(&all).unwrap();

@@ -143,7 +143,7 @@ fn slot_empty(sandbox: &Sandbox) {
     sandbox.map::<u32, Slot4>("slots4").set(&(service.internal.first + 1), &Slot4::default()).unwrap();
 }
 
-fn mark_missing(sandbox: &Sandbox) {
+fn cluster_ip_entry_missing(sandbox: &Sandbox) {
     let frontends = sandbox.map::<FrontendKey<[u8; 4]>, Frontend>("frontends4");
     assert!(frontends.remove(&FrontendKey::of_cluster_ip([10, 96, 0, 1])).unwrap());
 }
@@ -187,7 +187,7 @@ fn frontend_of_another(sandbox: &Sandbox) {
 #[case::flags_lost(flags_lost)]
 #[case::affinity_changed(affinity_changed)]
 #[case::slot_empty(slot_empty)]
-#[case::mark_missing(mark_missing)]
+#[case::cluster_ip_entry_missing(cluster_ip_entry_missing)]
 #[case::source_range_of_nobody(source_range_of_nobody)]
 #[case::frontend_missing(frontend_missing)]
 #[case::frontend_of_nobody(frontend_of_nobody)]

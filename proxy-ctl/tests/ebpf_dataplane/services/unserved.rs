@@ -29,14 +29,14 @@ fn map(sandbox: &Sandbox) -> Frontends {
     sandbox.map("frontends4")
 }
 
-/// Returns the addresses that the maps mark as ClusterIPs.
-fn marked(sandbox: &Sandbox) -> Vec<String> {
+/// Returns the addresses that have a cluster-IP entry in the maps.
+fn cluster_ips(sandbox: &Sandbox) -> Vec<String> {
     let all = map(sandbox).read_all().unwrap().into_iter();
-    let marks = all.filter(|(key, _)| key.is_cluster_ip()).map(|(key, mark)| {
-        assert_eq!(mark, Frontend::NONE);
+    let addresses = all.filter(|(key, _)| key.is_cluster_ip()).map(|(key, value)| {
+        assert_eq!(value, Frontend::NONE);
         Ipv4Addr::from(key.address).to_string()
     });
-    marks.collect::<BTreeSet<_>>().into_iter().collect()
+    addresses.collect::<BTreeSet<_>>().into_iter().collect()
 }
 
 fn cidrs(sandbox: &Sandbox) -> usize {
@@ -68,7 +68,7 @@ fn cluster_ips_are_marked_as_long_as_a_service_port_has_them() {
     let (http, https) = (external(served("web", WEB, 80)), served("web", WEB, 443));
     let mut dataplane = sandbox.open();
     dataplane.resync(&shared([http.clone(), https.clone()])).unwrap();
-    assert_eq!(marked(&sandbox), [WEB], "an external address may be somebody's");
+    assert_eq!(cluster_ips(&sandbox), [WEB], "an external address may be somebody's");
     let usage = dataplane.usage().unwrap();
     let used = usage.maps.iter().find(|map| map.name == "frontends4").unwrap().used;
     assert_eq!(used, 4);
@@ -79,23 +79,23 @@ fn cluster_ips_are_marked_as_long_as_a_service_port_has_them() {
     let mut next = sandbox.open();
     assert_eq!(next.resync(&shared([http.clone(), https.clone()])).unwrap(), Applied::default());
     apply(&mut next, Vec::new(), &[&http]);
-    assert_eq!(marked(&sandbox), [WEB]);
+    assert_eq!(cluster_ips(&sandbox), [WEB]);
     // The address passes to another Service, in one step and in two.
     let other = served("other", WEB, 8080);
     apply(&mut next, shared([other.clone()]), &[&https]);
-    assert_eq!(marked(&sandbox), [WEB]);
+    assert_eq!(cluster_ips(&sandbox), [WEB]);
     apply(&mut next, Vec::new(), &[&other]);
-    assert_eq!(marked(&sandbox), [""; 0]);
+    assert_eq!(cluster_ips(&sandbox), [""; 0]);
     apply(&mut next, shared([https.clone()]), &[]);
-    assert_eq!(marked(&sandbox), [WEB]);
+    assert_eq!(cluster_ips(&sandbox), [WEB]);
     // The Service gets another address.
     apply(&mut next, shared([served("web", OTHER, 443)]), &[]);
-    assert_eq!(marked(&sandbox), [OTHER]);
+    assert_eq!(cluster_ips(&sandbox), [OTHER]);
     drop(next);
 
     let mut next = sandbox.open();
     next.resync(&shared([served("web", WEB, 443)])).unwrap();
-    assert_eq!(marked(&sandbox), [WEB], "what a predecessor has left is gone");
+    assert_eq!(cluster_ips(&sandbox), [WEB], "what a predecessor has left is gone");
     next.resync(&[]).unwrap();
     assert_eq!(map(&sandbox).read_all().unwrap(), []);
 }
@@ -108,17 +108,17 @@ fn marks_have_the_room_that_frontends_leave() {
         |count: u8| shared((0..count).map(|n| served(&format!("service-{n}"), &format!("10.96.0.{n}"), 80)));
     let mut dataplane = sandbox.open();
     dataplane.resync(&services(2)).unwrap();
-    assert_eq!(marked(&sandbox).len(), 2);
+    assert_eq!(cluster_ips(&sandbox).len(), 2);
     dataplane.resync(&services(3)).unwrap();
-    assert_eq!(marked(&sandbox).len(), 1, "a mark gives way to a frontend");
+    assert_eq!(cluster_ips(&sandbox).len(), 1, "a cluster-IP entry gives way to a frontend");
     assert_eq!(dataplane.take_waiting().unwrap_or_default().len(), 0);
     dataplane.resync(&services(5)).unwrap();
-    assert_eq!(marked(&sandbox).len(), 0);
+    assert_eq!(cluster_ips(&sandbox).len(), 0);
     assert_eq!(dataplane.take_waiting().unwrap().len(), 1);
-    // No address is marked while a Service waits for room, because its port may be another port of
-    // a marked ClusterIP.
+    // No address has a cluster-IP entry while a Service waits for room, because its port may
+    // be another port of it.
     dataplane.resync(&services(2)).unwrap();
-    assert_eq!(marked(&sandbox).len(), 2);
+    assert_eq!(cluster_ips(&sandbox).len(), 2);
 }
 
 #[test]

@@ -217,8 +217,8 @@ impl Follower {
     }
 
     /// Returns the updates that were received since the log had this length.
-    pub(crate) fn since(&self, mark: usize) -> &[Update] {
-        &self.log[mark..]
+    pub(crate) fn since(&self, length: usize) -> &[Update] {
+        &self.log[length..]
     }
 }
 

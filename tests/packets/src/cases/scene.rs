@@ -138,7 +138,7 @@ impl<'w, W: Maps> Scene<'w, W> {
     }
 
     /// Writes the entry that says that an address is a ClusterIP.
-    pub(crate) fn mark(&mut self, of: KnownAddress) -> Result<()> {
+    pub(crate) fn cluster_ip_entry(&mut self, of: KnownAddress) -> Result<()> {
         let key = FrontendKey::of_cluster_ip(W::address(of));
         W::put_frontend(&mut self.world.ebpf, key, Frontend::NONE)
     }

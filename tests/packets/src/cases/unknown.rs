@@ -109,7 +109,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     });
     tcp::<W>(group, "untouched: another port of the address", |s| {
         serve(s, EXTERNAL, FRONTEND_EXTERNAL)?;
-        s.mark(EXTERNAL.0)?;
+        s.cluster_ip_entry(EXTERNAL.0)?;
         expect_untouched(s, &s.packet(CLIENT, (EXTERNAL.0, 81), TCP_ACK))
     });
     tcp::<W>(group, "untouched: node port", |s| {

@@ -30,7 +30,7 @@ use crate::{
 };
 
 /// The text in every secret below. It is also valid base64.
-const MARK: &str = "MarkedSecret";
+const SECRET: &str = "CanarySecret";
 
 /// Writes a kubeconfig with this cluster and this user.
 fn kubeconfig(folder: &Path, cluster: &str, user: &str) -> Config {
@@ -101,42 +101,42 @@ async fn mirror(content_type: &'static str) -> u16 {
 fn of_kubeconfigs(folder: &Path) -> Vec<String> {
     let server = "server: 'https://192.0.2.1'";
     let token = folder.join("token");
-    fs::write(&token, format!("{MARK}\u{1}{MARK}")).unwrap();
-    let pem = format!("-----BEGIN {MARK}");
+    fs::write(&token, format!("{SECRET}\u{1}{SECRET}")).unwrap();
+    let pem = format!("-----BEGIN {SECRET}");
     let [pem, half] =
-        [pem, format!("-----BEGIN PRIVATE KEY-----\n{MARK}\n")].map(|text| BASE64_STANDARD.encode(text));
+        [pem, format!("-----BEGIN PRIVATE KEY-----\n{SECRET}\n")].map(|text| BASE64_STANDARD.encode(text));
     let users = [
         // Parsers tend to quote what they find instead of what they expect.
-        MARK.to_owned(),
-        format!("[{MARK}]"),
-        format!("{{token: {{{MARK}: {MARK}}}}}"),
-        format!("{{token: {MARK}, username: [{MARK}]}}"),
-        format!("{{token: {MARK}, token: {MARK}}}"),
-        format!("{{password: {MARK}, username: [a]}}"),
-        format!("{{client-key-data: [{MARK}]}}"),
-        format!("{{token: {MARK}, tokenFile: ["),
-        format!("{{token: \"{MARK}"),
-        format!("{{exec: {{command: c, env: [{{name: T, value: [{MARK}]}}]}}}}"),
-        format!("{{exec: {{command: c, env: {MARK}, args: [{MARK}]}}}}"),
-        format!("{{exec: {{command: c, args: {MARK}}}}}"),
-        format!("{{exec: {{command: c, interactiveMode: {MARK}}}}}"),
-        format!("{{exec: {MARK}}}"),
-        format!("{{auth-provider: {MARK}}}"),
+        SECRET.to_owned(),
+        format!("[{SECRET}]"),
+        format!("{{token: {{{SECRET}: {SECRET}}}}}"),
+        format!("{{token: {SECRET}, username: [{SECRET}]}}"),
+        format!("{{token: {SECRET}, token: {SECRET}}}"),
+        format!("{{password: {SECRET}, username: [a]}}"),
+        format!("{{client-key-data: [{SECRET}]}}"),
+        format!("{{token: {SECRET}, tokenFile: ["),
+        format!("{{token: \"{SECRET}"),
+        format!("{{exec: {{command: c, env: [{{name: T, value: [{SECRET}]}}]}}}}"),
+        format!("{{exec: {{command: c, env: {SECRET}, args: [{SECRET}]}}}}"),
+        format!("{{exec: {{command: c, args: {SECRET}}}}}"),
+        format!("{{exec: {{command: c, interactiveMode: {SECRET}}}}}"),
+        format!("{{exec: {SECRET}}}"),
+        format!("{{auth-provider: {SECRET}}}"),
         // These credentials can be read, but cannot be used.
-        format!("{{client-certificate-data: '{MARK}?', client-key-data: '{MARK}?'}}"),
-        format!("{{client-certificate-data: {MARK}, client-key-data: {MARK}}}"),
+        format!("{{client-certificate-data: '{SECRET}?', client-key-data: '{SECRET}?'}}"),
+        format!("{{client-certificate-data: {SECRET}, client-key-data: {SECRET}}}"),
         format!("{{client-certificate-data: {pem}, client-key-data: {pem}}}"),
         format!("{{client-certificate-data: {half}, client-key-data: {half}}}"),
         format!("{{tokenFile: '{}'}}", token.display()),
-        format!("{{token: \"{MARK}\\x01\"}}"),
+        format!("{{token: \"{SECRET}\\x01\"}}"),
     ];
     let users = users.iter().map(|user| kubeconfig(folder, server, user).load());
     let mut said: Vec<String> = users.filter_map(|loaded| Some(loaded.err()?.to_string())).collect();
     for cluster in [
-        format!("{server}, proxy-url: 'socks5://user:{MARK}@192.0.2.3:1'"),
-        format!("{server}, proxy-url: 'http://user:{MARK}@192 .0.2.3:1'"),
-        format!("server: 'ftp://user:{MARK}@192.0.2.1'"),
-        format!("server: 'https://user:{MARK}@192 .0.2.1'"),
+        format!("{server}, proxy-url: 'socks5://user:{SECRET}@192.0.2.3:1'"),
+        format!("{server}, proxy-url: 'http://user:{SECRET}@192 .0.2.3:1'"),
+        format!("server: 'ftp://user:{SECRET}@192.0.2.1'"),
+        format!("server: 'https://user:{SECRET}@192 .0.2.1'"),
     ] {
         said.push(kubeconfig(folder, &cluster, "{token: t}").load().err().unwrap().to_string());
     }
@@ -157,13 +157,13 @@ async fn of_plugins(folder: &Path) -> Vec<String> {
         "echo \"{status: {token: \\\"$S\\\\u0001\\\"}}\"",
     ] {
         let plugin = json!({
-            "command": "/bin/sh", "args": ["-c", script, MARK], "env": [{"name": "S", "value": MARK}],
+            "command": "/bin/sh", "args": ["-c", script, SECRET], "env": [{"name": "S", "value": SECRET}],
         });
         let user = format!("{{exec: {plugin}}}");
         said.extend(failures(kubeconfig(folder, "server: 'https://127.0.0.1:1'", &user)).await);
     }
     let lost =
-        format!("{{exec: {{command: /nonexistent, args: [{MARK}], env: [{{name: S, value: {MARK}}}]}}}}");
+        format!("{{exec: {{command: /nonexistent, args: [{SECRET}], env: [{{name: S, value: {SECRET}}}]}}}}");
     said.extend(failures(kubeconfig(folder, "server: 'https://127.0.0.1:1'", &lost)).await);
     said
 }
@@ -171,13 +171,13 @@ async fn of_plugins(folder: &Path) -> Vec<String> {
 /// Returns the messages of servers that send the request back.
 async fn of_mirrors(folder: &Path) -> Vec<String> {
     let token = folder.join("good");
-    fs::write(&token, format!("{MARK}-from-a-file\n")).unwrap();
+    fs::write(&token, format!("{SECRET}-from-a-file\n")).unwrap();
     let plugin = json!({
-        "command": "/bin/sh", "args": ["-c", format!("echo '{{\"status\": {{\"token\": \"{MARK}\"}}}}'")],
+        "command": "/bin/sh", "args": ["-c", format!("echo '{{\"status\": {{\"token\": \"{SECRET}\"}}}}'")],
     });
     let users = [
-        format!("{{token: {MARK}}}"),
-        format!("{{username: me, password: '{MARK}\"<'}}"),
+        format!("{{token: {SECRET}}}"),
+        format!("{{username: me, password: '{SECRET}\"<'}}"),
         format!("{{tokenFile: '{}'}}", token.display()),
         format!("{{exec: {plugin}}}"),
     ];
@@ -194,22 +194,22 @@ async fn of_mirrors(folder: &Path) -> Vec<String> {
             said.extend(answers);
         }
     }
-    let proxy = format!("server: 'https://192.0.2.1', proxy-url: 'http://user:{MARK}@127.0.0.1:1'");
+    let proxy = format!("server: 'https://192.0.2.1', proxy-url: 'http://user:{SECRET}@127.0.0.1:1'");
     said.extend(failures(kubeconfig(folder, &proxy, "{token: t}")).await);
     said
 }
 
 /// Returns true if a text holds a secret in any encoding. The base64 text of basic authentication
-/// does not contain `MARK` itself.
+/// does not contain `SECRET` itself.
 fn holds_a_secret(text: &str) -> bool {
-    let basic = BASE64_STANDARD.encode(format!("me:{MARK}\"<"));
-    text.contains(MARK)
+    let basic = BASE64_STANDARD.encode(format!("me:{SECRET}\"<"));
+    text.contains(SECRET)
         || text.contains(&basic)
-        || text.contains(&format!("{:?}", MARK.as_bytes()).replace(['[', ']'], ""))
+        || text.contains(&format!("{:?}", SECRET.as_bytes()).replace(['[', ']'], ""))
 }
 
 #[test]
-fn a_marked_secret_is_in_no_error_log_or_page() {
+fn a_secret_is_in_no_error_log_or_page() {
     let folder = TempDir::new().unwrap();
     let mut said = of_kubeconfigs(folder.path());
     assert!(said.len() > 20, "{said:#?}");
@@ -223,7 +223,7 @@ fn a_marked_secret_is_in_no_error_log_or_page() {
         }));
     });
     let line =
-        CommandLine::parse([OsString::from(format!("--master=https://user:{MARK}@192.0.2.1"))]).unwrap();
+        CommandLine::parse([OsString::from(format!("--master=https://user:{SECRET}@192.0.2.1"))]).unwrap();
     let flags = format!("{:?}", line.values());
     assert!(flags.contains("192.0.2.1"));
     let configuration = Effective::load(None, &line).unwrap().config.to_document().to_string();

@@ -34,7 +34,7 @@ impl EbpfDataplane {
     }
 
     /// Stops counting connections if no service port uses least connection any more. Open flows and
-    /// sockets stay marked as counted, in case counting begins again.
+    /// sockets stay noted as counted, in case counting begins again.
     fn stop_counting(&mut self) -> Result<(), Error> {
         let Services { shared, v4, v6, is_synced, .. } = &self.services;
         if !is_synced || v4.goes_by_connections(shared) || v6.goes_by_connections(shared) {

@@ -217,7 +217,7 @@ impl ListRest {
 }
 
 /// Finds the connections of one family that have ended, because their clients may dial again from
-/// the same port. A program marks the entry that a SYN meets, and then the next list comes sooner.
+/// the same port. The entry that a SYN meets notes it, and then the next list comes sooner.
 #[derive(Debug)]
 pub(crate) struct EndedConnections<F: MapFamily> {
     /// Client and frontend of each connection that goes on, if a list was made for the current

@@ -49,7 +49,7 @@ impl<F: MapFamily> FamilyWriter<F> {
             waiting.frontends = unprogrammed;
             return fitting;
         }
-        let mut free = free + self.unmark_for(unprogrammed.len().saturating_sub(free), writes);
+        let mut free = free + self.evict_cluster_ip_entries(unprogrammed.len().saturating_sub(free), writes);
         let unprogrammed = unprogrammed.into_iter().map(|(key, (frontend, name))| (key, frontend, name));
         let (external, internal): (Vec<_>, Vec<_>) =
             unprogrammed.partition(|(key, frontend, _)| is_external(key, frontend));

@@ -50,19 +50,19 @@ pub(crate) struct ClusterIps<A> {
     /// The number of service ports that have each address.
     pub(crate) users: FxHashMap<A, u32>,
     /// The addresses in `users` that have no cluster-IP entry.
-    pub(crate) unmarked: FxHashSet<A>,
+    pub(crate) missing: FxHashSet<A>,
     /// The addresses that have a cluster-IP entry, although no service port has them any more.
     pub(crate) gone: FxHashSet<A>,
 }
 
 impl<A> ClusterIps<A> {
     pub(crate) fn none() -> Self {
-        Self { users: FxHashMap::default(), unmarked: FxHashSet::default(), gone: FxHashSet::default() }
+        Self { users: FxHashMap::default(), missing: FxHashSet::default(), gone: FxHashSet::default() }
     }
 
     /// Returns the number of ClusterIPs without a cluster-IP entry.
-    pub(crate) fn unmarked(&self) -> usize {
-        self.unmarked.len()
+    pub(crate) fn missing(&self) -> usize {
+        self.missing.len()
     }
 }
 

@@ -452,7 +452,7 @@ impl<F: MapFamily> FamilyWriter<F> {
         let is_stray = |key: &FrontendKey<_>| !owned.contains(key) && !key.is_cluster_ip();
         let strays = self.entries.frontends.iter().filter(|(key, _)| is_stray(*key));
         writes.stale_frontends.extend(strays.map(|(key, frontend)| (*key, frontend.service)));
-        self.release_stray_marks();
+        self.release_stray_cluster_ip_entries();
         let is_to_be_written =
             |(key, uses): &(&BackendKey<_>, &Uses)| uses.is_unused() || !uses.is_written(&uses.wanted(*key));
         let backends = self.entries.backends.iter().filter(is_to_be_written);
@@ -470,7 +470,7 @@ impl<F: MapFamily> FamilyWriter<F> {
 
     /// Removes what is gone, after everything new is in place.
     pub(crate) fn remove_gone(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
-        self.unmark_gone(writes);
+        self.remove_gone_cluster_ip_entries(writes);
         let mut kept = FxHashSet::default();
         for (key, id) in std::mem::take(&mut writes.stale_frontends) {
             // Another service may have taken over the frontend.
@@ -507,7 +507,7 @@ impl<F: MapFamily> FamilyWriter<F> {
             self.entries.slots.free_later(range.unwrap_or_default());
         }
         self.write_uses(writes);
-        self.mark_new(writes);
+        self.write_cluster_ip_entries(writes);
         shared.is_epoch_over |= writes.has_new_frontends || writes.applied.removed > 0;
         shared.lost_backends.append(&mut writes.lost);
     }

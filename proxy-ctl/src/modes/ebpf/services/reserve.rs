@@ -175,7 +175,7 @@ impl<F: MapFamily> FamilyWriter<F> {
                 self.publish_those_with_room(shared, &mut writes);
             }
         }
-        if self.entries.without_room.is_unplanned || self.entries.cluster_ips.unmarked() > 0 {
+        if self.entries.without_room.is_unplanned || self.entries.cluster_ips.missing() > 0 {
             self.remove_gone(shared, &mut writes);
         }
         writes

@@ -83,7 +83,7 @@ impl<F: MapFamily> FamilyWriter<F> {
             && stray_source_ranges.is_empty()
             && without_room.frontends.is_empty()
             && without_room.ports.is_empty()
-            && cluster_ips.unmarked.is_empty()
+            && cluster_ips.missing.is_empty()
             && cluster_ips.gone.is_empty()
     }
 

@@ -90,7 +90,7 @@ fn both(rules: &FamilyChains) -> [String; 2] {
 
 #[rstest]
 #[ignore = "needs root"]
-fn as_root_cleanup_goes_by_the_mark(#[values(IpFamily::Ipv4, IpFamily::Ipv6)] family: IpFamily) {
+fn as_root_cleanup_goes_by_the_owner_tag(#[values(IpFamily::Ipv4, IpFamily::Ipv6)] family: IpFamily) {
     let Some(mut rules) = with_sets(family) else { return };
     let chains = chains(family, &host(cidrs()), std::iter::empty(), |_| true);
     rules.tools.restore("*nat\n-A OUTPUT -j ACCEPT\nCOMMIT\n*filter\n-A OUTPUT -j ACCEPT\nCOMMIT\n").unwrap();

@@ -14,7 +14,7 @@ use crate::{
     modes::netfilter::{
         chains::{Chains, Jump},
         own_rules,
-        rule_text::{self, masquerade, masquerade_marked},
+        rule_text::{self, masquerade, masquerade_by_fwmark},
     },
     names,
     sys::{net::ipvs::VirtualSocket, xtables::saved::SavedLine},
@@ -71,7 +71,7 @@ pub(super) fn chains(
         rules.push(format!("{} -m addrtype --dst-type LOCAL -j ACCEPT", socket(role)));
         rules
     });
-    let mut services: Vec<String> = own_rules::mark(Mode::Ipvs).into_iter().collect();
+    let mut services: Vec<String> = own_rules::owner_tag(Mode::Ipvs).into_iter().collect();
     services.extend([
         format!("-s {loopback} -j RETURN"),
         format!("{} -j KUBE-LOAD-BALANCER", socket(SetRole::LoadBalancer)),
@@ -83,7 +83,7 @@ pub(super) fn chains(
         [SetRole::ClusterIp, SetRole::LoadBalancer].map(|role| format!("{} -j ACCEPT", socket(role))),
     );
     add("nat", "KUBE-SERVICES", services);
-    let mut load_balancer: Vec<String> = own_rules::mark_of_own_chains(Mode::Ipvs).into_iter().collect();
+    let mut load_balancer: Vec<String> = own_rules::owner_tag_of_own_chains(Mode::Ipvs).into_iter().collect();
     load_balancer.extend([
         format!("{} -j RETURN", socket(SetRole::LoadBalancerLocal)),
         format!("-j {}", names::MARK_MASQUERADE),
@@ -100,7 +100,7 @@ pub(super) fn chains(
     let hairpin = format!("{} ", matches(SetRole::Hairpin, "dst,dst,src"));
     let mut postrouting = masquerade(host, &hairpin, "");
     // The option `--random-fully` needs iptables 1.6.2.
-    postrouting.extend(masquerade_marked(host, "", " --random-fully"));
+    postrouting.extend(masquerade_by_fwmark(host, "", " --random-fully"));
     add("nat", names::POSTROUTING, postrouting);
     add("nat", names::MARK_MASQUERADE, vec![rule_text::set_fwmark(host)]);
 

@@ -52,11 +52,11 @@ fn who_is_masqueraded_on_the_way_to_cluster_ips(
 #[case(0, "0x1")]
 #[case(14, "0x4000")]
 #[case(31, "0x80000000")]
-fn the_mark(#[case] masquerade_bit: u8, #[case] mark: &str) {
+fn the_fwmark(#[case] masquerade_bit: u8, #[case] fwmark: &str) {
     let host = Host { masquerade_bit, ..Host::default() };
     let chains = chains_of(IpFamily::Ipv4, &host);
-    assert_eq!(chains[&("nat", "KUBE-MARK-MASQ")], [format!("-j MARK --set-xmark {mark}/{mark}")]);
-    assert_eq!(chains[&("nat", "KUBE-POSTROUTING")][2], format!("-j MARK --set-xmark {mark}/0x0"));
+    assert_eq!(chains[&("nat", "KUBE-MARK-MASQ")], [format!("-j MARK --set-xmark {fwmark}/{fwmark}")]);
+    assert_eq!(chains[&("nat", "KUBE-POSTROUTING")][2], format!("-j MARK --set-xmark {fwmark}/0x0"));
 }
 
 /// MASQUERADE takes ports only in rules that name the protocol.

@@ -43,8 +43,8 @@ fn chains(family: IpFamily, wanted: &Wanted) -> Chains {
     let (mut node_container, mut node_host) = (Vec::new(), Vec::new());
     // When no rule uses connection tracking any more, the kernel ends it, and with it the
     // translation of established connections. So the owner tag is a rule that uses it.
-    let mark = own_rules::mark(Mode::Userspace);
-    portals_container.extend(mark.map(|mark| format!("-m conntrack --ctstate NEW {mark}")));
+    let tag = own_rules::owner_tag(Mode::Userspace);
+    portals_container.extend(tag.map(|tag| format!("-m conntrack --ctstate NEW {tag}")));
     portals_host.push(format!("-m owner --gid-owner {DIALLING_GROUP} -j RETURN"));
     for (name, leads) in wanted.ports.iter().filter(|(name, _)| name.family == family) {
         for (led, port) in of_port(name, leads) {
@@ -153,8 +153,8 @@ mod tests {
         let of_ipv4 = chains(IpFamily::Ipv4, &wanted);
         let matches = "-p tcp -m comment --comment \"default/web\" -m tcp --dport";
         let [container, host] = [PORTALS_CONTAINER, PORTALS_HOST].map(|chain| &of_ipv4[&(TABLE, chain)]);
-        let mark = "-m conntrack --ctstate NEW -m comment --comment \"proxy-ctl in mode userspace\"";
-        assert_eq!(container[0], mark);
+        let tag = "-m conntrack --ctstate NEW -m comment --comment \"proxy-ctl in mode userspace\"";
+        assert_eq!(container[0], tag);
         let cluster_ip = format!("-d 10.96.0.1/32 {matches} 80 -j ");
         assert_eq!(container[1], format!("{cluster_ip}DNAT --to-destination 192.0.2.1:40000"));
         assert_eq!(host[0], "-m owner --gid-owner 65529 -j RETURN", "before all that lead");
@@ -166,7 +166,7 @@ mod tests {
         assert_eq!(*node_port, [format!("{matches} 30080 -j DNAT --to-destination 192.0.2.1:40000")]);
 
         let of_ipv6 = chains(IpFamily::Ipv6, &wanted);
-        assert_eq!(of_ipv6[&(TABLE, PORTALS_CONTAINER)].len(), 2, "the mark, and node ports");
+        assert_eq!(of_ipv6[&(TABLE, PORTALS_CONTAINER)].len(), 2, "the owner tag, and node ports");
         for (table, chain) in of_ipv4.keys() {
             assert!(is_chain(table, chain, names::Scope::default()), "{table} {chain}");
         }

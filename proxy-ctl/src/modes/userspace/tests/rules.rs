@@ -23,7 +23,7 @@ fn has_rules_of_ours() -> bool {
     let tables = |family| kernel.tables(family).unwrap();
     let mut all = crate::sys::nftables::TableFamily::ALL.into_iter().flat_map(tables);
     all.any(|table| table == crate::names::USERSPACE_TABLE)
-        || crate::cleanup::is_marked(Mode::Userspace).unwrap()
+        || crate::cleanup::has_owner_tag(Mode::Userspace).unwrap()
 }
 
 /// Removes the rules as another program does it.

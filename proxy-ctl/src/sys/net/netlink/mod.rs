@@ -369,7 +369,7 @@ impl NetlinkSocket {
     }
 
     /// Reads a list as [`Self::dump`] does, and also accepts one that reads the same twice. The
-    /// kernel marks a list of nf_tables as interrupted even if only another program's table has
+    /// kernel reports a list of nf_tables as interrupted even if only another program's table has
     /// changed.
     pub fn dump_of_part<T: PartialEq>(
         &self,

@@ -109,11 +109,11 @@ pub(super) fn what_happened_before_a_compaction_is_seen_in_one_replace(world: &m
     world.server.compact()?;
     // A restart also ends the API server's own memory of versions.
     world.server.restart()?;
-    let mark = follower.log.len();
+    let length = follower.log.len();
     relay.mend();
     follower.wait_served(world, &[("changed:main", &["10.0.0.7:8080"]), ("new:main", &["10.0.0.3:8080"])])?;
 
-    let since = follower.since(mark);
+    let since = follower.since(length);
     let services = since.iter().filter(|update| matches!(update, Update::ReplaceServices(_))).count();
     let slices = since.iter().filter(|update| matches!(update, Update::ReplaceSlices(_))).count();
     let unasked = |update: &&Update| !matches!(update, Update::Node(_) | Update::ReplaceServiceCidrs(_));

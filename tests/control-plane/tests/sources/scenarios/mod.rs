@@ -16,7 +16,7 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
     scenarios![
         objects:
             objects_are_created_patched_and_deleted,
-            labels_that_mark_objects_as_not_ours_come_and_go,
+            labels_that_exclude_objects_come_and_go,
             a_service_changes_its_type_and_its_status;
         lists:
             what_is_accepted_decides_the_answer;

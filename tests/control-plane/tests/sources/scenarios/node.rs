@@ -34,7 +34,7 @@ pub(super) fn the_node_comes_late_changes_and_is_recreated(world: &mut World) ->
     ensure!(zone(&follower).as_deref() == Some("a"), "zone is {:?}", zone(&follower));
 
     // A heartbeat must cause no update.
-    let mark = follower.log.len();
+    let length = follower.log.len();
     for time in ["2026-01-01T00:00:01Z", "2026-01-01T00:00:02Z"] {
         let condition = json!({"type": "Ready", "status": "True", "lastHeartbeatTime": time});
         let mut beating = own.clone();
@@ -43,7 +43,7 @@ pub(super) fn the_node_comes_late_changes_and_is_recreated(world: &mut World) ->
     }
     world.merge(&own, &json!({"metadata": {"labels": {"topology.kubernetes.io/zone": "b"}}}))?;
     follower.wait(world, "the other zone", |follower| zone(follower).as_deref() == Some("b"))?;
-    let news = follower.since(mark).iter().filter(|update| matches!(update, Update::Node(_))).count();
+    let news = follower.since(length).iter().filter(|update| matches!(update, Update::Node(_))).count();
     ensure!(news == 1, "{news} updates for one change");
 
     world.delete(&own)?;

@@ -34,7 +34,7 @@ pub(super) fn objects_are_created_patched_and_deleted(world: &mut World) -> Resu
 
 /// Sets labels of another proxy, and of a headless Service. The API server leaves such objects out
 /// of lists and watches.
-pub(super) fn labels_that_mark_objects_as_not_ours_come_and_go(world: &mut World) -> Result<()> {
+pub(super) fn labels_that_exclude_objects_come_and_go(world: &mut World) -> Result<()> {
     let mut follower = Follower::listed(world, PROXY)?;
     let (web, slice) = (world.service("web"), world.slice("web-1", "web", &[1]));
     world.create(&web)?;

@@ -32,7 +32,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         s.cluster_ip()?;
         let first = s.first(CLIENT, OTHER_PORT);
         s.send("workload_ingress", &first, Expect::Untouched)?;
-        s.mark(CLUSTER_IP.0)?;
+        s.cluster_ip_entry(CLUSTER_IP.0)?;
         for program in ["workload_ingress", "uplink_ingress"] {
             s.send(program, &first, Expect::Answered(refused::<W>(&first)))?;
         }
@@ -55,7 +55,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         s.counted(&[(Reason::UnknownPort, 4), (Reason::FlowOpened, 1)])
     });
     group.udp::<W>("another port of a ClusterIP: a datagram in fragments is refused", |s| {
-        s.mark(CLUSTER_IP.0)?;
+        s.cluster_ip_entry(CLUSTER_IP.0)?;
         let long = Segment { payload: vec![0xa5; 100], ..s.first(CLIENT, OTHER_PORT) };
         let fragments = long.fragments::<W>(Cut { id: 9, piece: 64 });
         let verdict = s.world.run("workload_ingress", &fragments[0])?.verdict;
@@ -64,7 +64,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         s.counted(&[(Reason::UnknownPort, 1), (Reason::FragmentOfDropped, 1)])
     });
     group.udp::<W>("another port of a ClusterIP: a socket of the node has it as its source", |s| {
-        s.mark(CLUSTER_IP.0)?;
+        s.cluster_ip_entry(CLUSTER_IP.0)?;
         let uplink = Uplink::new::<W>(s.world)?;
         let (own, peer) = (address::<W>(CLUSTER_IP.0), address::<W>(LOCAL.0));
         ip(None, &format!("addr add {own} dev {} nodad\n", uplink.device))?;
@@ -78,14 +78,14 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         s.counted(&[(Reason::UnknownPort, 2)])
     });
     group.both::<W>("another port of a ClusterIP that the node has itself", |s| {
-        s.mark(CLUSTER_IP.0)?;
+        s.cluster_ip_entry(CLUSTER_IP.0)?;
         W::put_node_address(&mut s.world.ebpf, W::address(CLUSTER_IP.0), 0)?;
         s.send("uplink_ingress", &s.first(CLIENT, OTHER_PORT), Expect::Untouched)?;
         s.counted(&[])
     });
     // The hook at `connect()` lets datagram sockets pass, so their datagrams are refused here.
     group.both::<W>("another port of a ClusterIP, of the node's sockets", |s| {
-        s.mark(CLUSTER_IP.0)?;
+        s.cluster_ip_entry(CLUSTER_IP.0)?;
         let first = s.first(PROCESS, OTHER_PORT);
         let output = s.world.leaves("uplink_egress", &first.bytes::<W>())?;
         ensure!(output.packet == first.bytes::<W>(), "what is forwarded has met another hook");
@@ -98,7 +98,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     });
     group.host::<W>("another port of a ClusterIP, of the node itself, is refused", |s| {
         s.cluster_ip()?;
-        s.mark(CLUSTER_IP.0)?;
+        s.cluster_ip_entry(CLUSTER_IP.0)?;
         let first = s.first(PROCESS, OTHER_PORT);
         s.send("uplink_egress", &first, Expect::Answered(refused::<W>(&first)))?;
         s.counted(&[(Reason::UnknownPort, 1)])
@@ -118,7 +118,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
             }
             W::put_node_address(&mut s.world.ebpf, W::address(KnownAddress::Node), 0)?;
             s.send("workload_ingress", &first.to((KnownAddress::Node, 81)), Expect::Untouched)?;
-            s.mark(CLUSTER_IP.0)?;
+            s.cluster_ip_entry(CLUSTER_IP.0)?;
             s.send("workload_ingress", &first, Expect::Answered(refused::<W>(&first)))?;
             s.cluster_ip()?;
             s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
@@ -131,7 +131,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         s.counted(&[])
     });
     group.resetting::<W>("pings of a ClusterIP are answered", |s| {
-        s.mark(CLUSTER_IP.0)?;
+        s.cluster_ip_entry(CLUSTER_IP.0)?;
         let mut count = 0;
         for length in [0, 1, 56, LONG] {
             let request = message(CLIENT, CLUSTER_IP, length);
@@ -146,7 +146,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         s.counted(&[(Reason::PingAnswered, count)])
     });
     group.resetting::<W>("pings of a ClusterIP, of the node itself", |s| {
-        s.mark(CLUSTER_IP.0)?;
+        s.cluster_ip_entry(CLUSTER_IP.0)?;
         let request = message(PROCESS, CLUSTER_IP, 56);
         let bytes = W::echo(&request, false);
         s.send_bytes("uplink_egress", &bytes, Expect::Answered(answer::<W>(&request)))?;
@@ -156,7 +156,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         s.counted(&[(Reason::PingAnswered, 1)])
     });
     group.resetting::<W>("pings that are not answered", |s| {
-        s.mark(CLUSTER_IP.0)?;
+        s.cluster_ip_entry(CLUSTER_IP.0)?;
         let request = message(CLIENT, CLUSTER_IP, 56);
         let elsewhere = ping::<W>(CLIENT, (KnownAddress::Stranger, 0), 56);
         s.send_bytes("workload_ingress", &elsewhere, Expect::Untouched)?;
@@ -169,7 +169,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         s.counted(&[])
     });
     group.tcp::<W>("pings of a ClusterIP are left alone", |s| {
-        s.mark(CLUSTER_IP.0)?;
+        s.cluster_ip_entry(CLUSTER_IP.0)?;
         s.send_bytes("workload_ingress", &ping::<W>(CLIENT, CLUSTER_IP, 56), Expect::Untouched)?;
         s.counted(&[])
     });

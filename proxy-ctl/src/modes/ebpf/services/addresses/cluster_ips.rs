@@ -17,20 +17,20 @@ use crate::modes::ebpf::{
 };
 
 impl<F: MapFamily> FamilyWriter<F> {
-    fn is_marked(&self, address: F::Address) -> bool {
+    fn has_cluster_ip_entry(&self, address: F::Address) -> bool {
         self.entries.frontends.get(&FrontendKey::of_cluster_ip(address)) == Some(&Frontend::NONE)
     }
 
     /// Notes that a service port is published with these addresses.
     pub(crate) fn use_cluster_ips(&mut self, addresses: &[F::Address]) {
         for address in addresses {
-            let is_marked = self.is_marked(*address);
-            let ClusterIps { users, unmarked, gone } = &mut self.entries.cluster_ips;
+            let has_cluster_ip_entry = self.has_cluster_ip_entry(*address);
+            let ClusterIps { users, missing, gone } = &mut self.entries.cluster_ips;
             *users.entry(*address).or_default() += 1;
-            if is_marked {
+            if has_cluster_ip_entry {
                 gone.remove(address);
             } else {
-                unmarked.insert(*address);
+                missing.insert(*address);
             }
         }
     }
@@ -38,16 +38,16 @@ impl<F: MapFamily> FamilyWriter<F> {
     /// Notes that a service port with these addresses is gone.
     pub(crate) fn release_cluster_ips(&mut self, addresses: &[F::Address]) {
         for address in addresses {
-            let is_marked = self.is_marked(*address);
-            let ClusterIps { users, unmarked, gone } = &mut self.entries.cluster_ips;
+            let has_cluster_ip_entry = self.has_cluster_ip_entry(*address);
+            let ClusterIps { users, missing, gone } = &mut self.entries.cluster_ips;
             let Some(count) = users.get_mut(address) else { continue };
             *count -= 1;
             if *count > 0 {
                 continue;
             }
             users.remove(address);
-            unmarked.remove(address);
-            if is_marked {
+            missing.remove(address);
+            if has_cluster_ip_entry {
                 gone.insert(*address);
             }
         }
@@ -55,17 +55,18 @@ impl<F: MapFamily> FamilyWriter<F> {
 
     /// Lists for removal the cluster-IP entries that no service port uses. It is called after
     /// adopting, when everything desired is published.
-    pub(crate) fn release_stray_marks(&mut self) {
+    pub(crate) fn release_stray_cluster_ip_entries(&mut self) {
         let ClusterIps { users, gone, .. } = &mut self.entries.cluster_ips;
-        let marked = self.entries.frontends.keys().filter(|key| key.is_cluster_ip()).map(|key| key.address);
-        gone.extend(marked.filter(|address| !users.contains_key(address)));
+        let with_entry =
+            self.entries.frontends.keys().filter(|key| key.is_cluster_ip()).map(|key| key.address);
+        gone.extend(with_entry.filter(|address| !users.contains_key(address)));
     }
 
     /// Removes the cluster-IP entries whose address no service port has any more. It is called
     /// before frontends are removed.
-    pub(crate) fn unmark_gone(&mut self, writes: &mut Writes<F>) {
+    pub(crate) fn remove_gone_cluster_ip_entries(&mut self, writes: &mut Writes<F>) {
         for address in std::mem::take(&mut self.entries.cluster_ips.gone) {
-            if !self.unmark(address, writes) {
+            if !self.remove_cluster_ip_entry(address, writes) {
                 self.entries.cluster_ips.gone.insert(address);
             }
         }
@@ -73,23 +74,24 @@ impl<F: MapFamily> FamilyWriter<F> {
 
     /// Removes up to `frontends` cluster-IP entries to make room for as many frontends. Returns how
     /// many were removed.
-    pub(crate) fn unmark_for(&mut self, frontends: usize, writes: &mut Writes<F>) -> usize {
+    pub(crate) fn evict_cluster_ip_entries(&mut self, frontends: usize, writes: &mut Writes<F>) -> usize {
         if frontends == 0 {
             return 0;
         }
         let users = self.entries.cluster_ips.users.keys().copied();
-        let marked: Vec<_> = users.filter(|address| self.is_marked(*address)).take(frontends).collect();
-        let mut unmarked = 0;
-        for address in marked {
-            if self.unmark(address, writes) {
-                self.entries.cluster_ips.unmarked.insert(address);
-                unmarked += 1;
+        let with_entry: Vec<_> =
+            users.filter(|address| self.has_cluster_ip_entry(*address)).take(frontends).collect();
+        let mut removed = 0;
+        for address in with_entry {
+            if self.remove_cluster_ip_entry(address, writes) {
+                self.entries.cluster_ips.missing.insert(address);
+                removed += 1;
             }
         }
-        unmarked
+        removed
     }
 
-    fn unmark(&mut self, address: F::Address, writes: &mut Writes<F>) -> bool {
+    fn remove_cluster_ip_entry(&mut self, address: F::Address, writes: &mut Writes<F>) -> bool {
         let key = FrontendKey::of_cluster_ip(address);
         match self.maps.frontends.remove(&key) {
             Ok(found) => {
@@ -112,8 +114,8 @@ impl<F: MapFamily> FamilyWriter<F> {
     }
 
     /// Writes the cluster-IP entries that are missing. It is called after frontends are written.
-    pub(crate) fn mark_new(&mut self, writes: &mut Writes<F>) {
-        if self.entries.cluster_ips.unmarked.is_empty()
+    pub(crate) fn write_cluster_ip_entries(&mut self, writes: &mut Writes<F>) {
+        if self.entries.cluster_ips.missing.is_empty()
             || !writes.failures.is_empty()
             || !self.has_room_for_all()
         {
@@ -121,7 +123,7 @@ impl<F: MapFamily> FamilyWriter<F> {
         }
         let free =
             (self.maps.frontends.map().capacity() as usize).saturating_sub(self.entries.frontends.len());
-        let addresses: Vec<_> = self.entries.cluster_ips.unmarked.iter().copied().take(free).collect();
+        let addresses: Vec<_> = self.entries.cluster_ips.missing.iter().copied().take(free).collect();
         let keys: Vec<_> = addresses.iter().map(|address| FrontendKey::of_cluster_ip(*address)).collect();
         let done = match self.maps.frontends.set_all(&keys, &vec![Frontend::NONE; keys.len()]) {
             Ok(()) => keys.len(),
@@ -132,7 +134,7 @@ impl<F: MapFamily> FamilyWriter<F> {
         };
         for (address, key) in addresses.iter().zip(keys).take(done) {
             self.entries.frontends.insert(key, Frontend::NONE);
-            self.entries.cluster_ips.unmarked.remove(address);
+            self.entries.cluster_ips.missing.remove(address);
         }
         writes.applied.written += done as u64;
     }

@@ -148,11 +148,11 @@ fn as_root_a_restart_writes_nothing_and_what_is_not_desired_goes(
 
     assert!(dataplane.resync(&[]).unwrap().removed > 10);
     let left = saved(backend);
-    let mark = own_rules::mark(Mode::Iptables).unwrap();
+    let tag = own_rules::owner_tag(Mode::Iptables).unwrap();
     assert!(
         !left
             .iter()
-            .any(|line| line.contains("-A KUBE-S") && !line.contains("NODEPORTS") && !line.contains(&*mark)),
+            .any(|line| line.contains("-A KUBE-S") && !line.contains("NODEPORTS") && !line.contains(&*tag)),
         "{left:#?}"
     );
     assert!(!left.iter().any(|line| line.contains(":KUBE-SEP-") || line.contains(":KUBE-SVC-")), "{left:#?}");

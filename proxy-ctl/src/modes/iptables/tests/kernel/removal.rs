@@ -158,10 +158,10 @@ fn as_root_cleanup_removes_the_rules_of_two_modes(
         return;
     }
     let before = saved_of_mode(backend);
-    let of_chains = |mode| own_rules::mark_of_own_chains(mode).unwrap();
+    let of_chains = |mode| own_rules::owner_tag_of_own_chains(mode).unwrap();
     for family in TableFamily::ALL {
         let is_switched = switched.contains(&family);
-        let common = own_rules::mark(if is_switched { Mode::Iptables } else { Mode::Ipvs }).unwrap();
+        let common = own_rules::owner_tag(if is_switched { Mode::Iptables } else { Mode::Ipvs }).unwrap();
         let of_mode_iptables = is_switched.then(|| ("KUBE-NODEPORTS", of_chains(Mode::Iptables)));
         let rules = [("KUBE-SERVICES", common), ("KUBE-LOAD-BALANCER", of_chains(Mode::Ipvs))];
         let mut text = "*nat\n:KUBE-MARK-MASQ - [0:0]\n".to_owned();
@@ -178,18 +178,18 @@ fn as_root_cleanup_removes_the_rules_of_two_modes(
 
 #[rstest]
 #[ignore = "needs root"]
-fn as_root_the_mark_of_another_mode_goes(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
+fn as_root_the_owner_tag_of_another_mode_goes(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
     if !enter(backend) {
         return;
     }
     assert!(tool(backend, "", "-t nat -N KUBE-SERVICES").is_some());
-    let mark = own_rules::mark(Mode::Ipvs).unwrap();
-    let restored = format!("*nat\n-A KUBE-SERVICES {mark}\nCOMMIT\n");
+    let tag = own_rules::owner_tag(Mode::Ipvs).unwrap();
+    let restored = format!("*nat\n-A KUBE-SERVICES {tag}\nCOMMIT\n");
     Tools::find(TableFamily::Ipv4, backend).unwrap().restore(&restored).unwrap();
-    assert!(cleanup::is_marked(Mode::Ipvs).unwrap());
+    assert!(cleanup::has_owner_tag(Mode::Ipvs).unwrap());
     let mut dataplane = open(backend);
     dataplane.resync(&[]).unwrap();
-    assert!(!cleanup::is_marked(Mode::Ipvs).unwrap());
-    assert!(cleanup::is_marked(Mode::Iptables).unwrap());
+    assert!(!cleanup::has_owner_tag(Mode::Ipvs).unwrap());
+    assert!(cleanup::has_owner_tag(Mode::Iptables).unwrap());
     assert_eq!(dataplane.resync(&[]).unwrap(), NOTHING);
 }

@@ -213,7 +213,7 @@ pub(super) fn track_slow<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scra
         && !may_precede_reset(&scratch.flow, segment, maps.now())
     {
         // The connection goes on: the RST was forged, or, after both FINs, these were. A client's
-        // segment shows nothing: it may come late, or from a client that wants to keep the rows.
+        // segment shows nothing: it may come late, or from a client that wants to keep the entries.
         let state = &mut scratch.flow.state;
         state.reset = 0;
         let goes_on = segment.has_data() || is_ahead(segment.acknowledgement, awaited);

@@ -1,4 +1,4 @@
-//! These tests count the rows of established flows that the segments of a connection leave.
+//! These tests count the entries of established flows that the segments of a connection leave.
 
 use super::{collect::Entry, *};
 
@@ -19,8 +19,8 @@ fn followed_by(mut said: Vec<(Side, Segment)>, last: &[(Side, Segment)]) -> Vec<
     said
 }
 
-/// Lets both sides speak on an established connection, and returns how many rows are left of it.
-fn rows_after(host: &Host, said: &[(Side, Segment)]) -> usize {
+/// Lets both sides speak on an established connection, and returns how many entries are left of it.
+fn entries_after(host: &Host, said: &[(Side, Segment)]) -> usize {
     let flow = establish_one(host, Origin::Workload);
     for (sender, segment) in said {
         says(*sender, host, &flow, *segment).unwrap();
@@ -57,8 +57,8 @@ fn rows_after(host: &Host, said: &[(Side, Segment)]) -> usize {
     data(Side::Backend, BACKENDS_NEXT + 1_000, FORGED),
     of_backend(TCP_RST, BACKENDS_NEXT + 1_000 + PAYLOAD, 0),
 ], 2)]
-fn rows_after_a_reset_behind_data(#[case] said: Vec<(Side, Segment)>, #[case] rows: usize) {
-    assert_eq!(rows_after(&Host::new(), &said), rows);
+fn entries_after_a_reset_behind_data(#[case] said: Vec<(Side, Segment)>, #[case] entries: usize) {
+    assert_eq!(entries_after(&Host::new(), &said), entries);
 }
 
 /// A segment comes twice to a connection that has ended more than a second before. Only a backend
@@ -73,21 +73,21 @@ fn rows_after_a_reset_behind_data(#[case] said: Vec<(Side, Segment)>, #[case] ro
 #[case::late_data_of_the_client(Side::Client, Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 100), 0)]
 #[case::late_acknowledgement(Side::Client, Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 0), 0)]
 #[case::backend_goes_on(Side::Backend, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, 100), 2)]
-fn rows_after_a_segment_that_follows_the_end(
+fn entries_after_a_segment_that_follows_the_end(
     #[case] sender: Side,
     #[case] segment: Segment,
-    #[case] rows: usize,
+    #[case] entries: usize,
     #[values(vec![of_client(TCP_RST, CLIENTS, 0)], vec![of_backend(TCP_RST, BACKENDS_NEXT, 0)], close())]
     end: Vec<(Side, Segment)>,
 ) {
     let host = Host::new();
-    assert_eq!(rows_after(&host, &end), 0);
+    assert_eq!(entries_after(&host, &end), 0);
     let flow = host.flow_of(Stage::Opening, &syn());
     for _ in 0..2 {
         host.wait(2 * REFRESH_AFTER);
         says(sender, &host, &flow, segment).unwrap();
     }
-    assert_eq!(host.entries(Stage::Established), rows);
+    assert_eq!(host.entries(Stage::Established), entries);
 }
 
 const MEBIBYTE: u32 = 1 << 20;
@@ -135,15 +135,15 @@ fn one_loss() -> Vec<(Side, Segment)> {
     of_client(TCP_ACK, CLIENTS, FORGED),
     of_backend(TCP_RST, FORGED, 0),
 ], 2)]
-fn rows_after_a_loss_on_a_long_path(#[case] said: Vec<(Side, Segment)>, #[case] rows: usize) {
-    assert_eq!(rows_after(&Host::new(), &followed_by(one_loss(), &said)), rows);
+fn entries_after_a_loss_on_a_long_path(#[case] said: Vec<(Side, Segment)>, #[case] entries: usize) {
+    assert_eq!(entries_after(&Host::new(), &followed_by(one_loss(), &said)), entries);
 }
 
 /// Each acknowledgement after the loss moves the stream on at once.
 #[test]
 fn acknowledgements_after_a_loss_are_believed_while_the_path_is_full() {
     let host = Host::new();
-    rows_after(&host, &one_loss());
+    entries_after(&host, &one_loss());
     let flow = host.flow_of(Stage::Established, &syn());
     for offset in (12..40).map(|n| n * MEBIBYTE / 2) {
         for (sender, segment) in bunches(offset + 6 * MEBIBYTE, offset + 6 * MEBIBYTE + MEBIBYTE / 2) {
@@ -161,18 +161,18 @@ fn acknowledgements_after_a_loss_are_believed_while_the_path_is_full() {
 #[case::client_resets(of_client(TCP_RST, CLIENTS + 9 * MEBIBYTE + PAYLOAD, 0), 0)]
 #[case::backend_resets(of_backend(TCP_RST, BACKENDS_NEXT, 0), 0)]
 #[case::client_resets_elsewhere(of_client(TCP_RST, CLIENTS + 20 * MEBIBYTE, 0), 2)]
-fn rows_after_a_gap_before_this_node(#[case] end: (Side, Segment), #[case] rows: usize) {
+fn entries_after_a_gap_before_this_node(#[case] end: (Side, Segment), #[case] entries: usize) {
     let said = [
         data(Side::Client, CLIENTS, BACKENDS_NEXT),
         data(Side::Client, CLIENTS + 9 * MEBIBYTE, BACKENDS_NEXT),
         end,
     ];
-    assert_eq!(rows_after(&Host::new(), &said), rows);
+    assert_eq!(entries_after(&Host::new(), &said), entries);
 }
 
 /// Lets the controller look at each entry after so many seconds of silence, and returns how many
-/// rows are left.
-fn rows_after_silence(host: &Host, seconds: u64) -> usize {
+/// entries are left.
+fn entries_after_silence(host: &Host, seconds: u64) -> usize {
     host.wait(seconds * SECOND);
     let met: Vec<_> =
         host.flows.borrow().iter().map(|((stage, key), flow)| (*stage, *key, flow.get())).collect();
@@ -213,37 +213,37 @@ const DAY: u64 = 86_400;
 #[case::client_vanishes_before_the_fin(vec![of_backend(TCP_FIN | TCP_ACK, BACKENDS_NEXT, CLIENTS)], SOON)]
 #[case::reset_that_may_be_forged_within_data(
     followed_by(answers(2), &[of_backend(TCP_RST, BACKENDS_NEXT + PAYLOAD, 0)]), SOON)]
-fn rows_after_silence_of(#[case] said: Vec<(Side, Segment)>, #[case] kept_for: u64) {
+fn entries_after_silence_of(#[case] said: Vec<(Side, Segment)>, #[case] kept_for: u64) {
     let host = Host::new();
-    assert_eq!(rows_after(&host, &said), 2);
-    assert_eq!(rows_after_silence(&host, kept_for), 2);
-    assert_eq!(rows_after_silence(&host, AFTER_MINUTES - SOON), 0);
+    assert_eq!(entries_after(&host, &said), 2);
+    assert_eq!(entries_after_silence(&host, kept_for), 2);
+    assert_eq!(entries_after_silence(&host, AFTER_MINUTES - SOON), 0);
 }
 
 /// Each copy of the data keeps the connection for as long again.
 #[test]
-fn rows_while_a_backend_sends_again() {
+fn entries_while_a_backend_sends_again() {
     let host = Host::new();
-    rows_after(&host, &answers(1));
+    entries_after(&host, &answers(1));
     let flow = host.flow_of(Stage::Established, &syn());
     for _ in 0..8 {
-        assert_eq!(rows_after_silence(&host, 120), 2);
+        assert_eq!(entries_after_silence(&host, 120), 2);
         let (sender, segment) = answers(1)[0];
         says(sender, &host, &flow, segment).unwrap();
     }
-    assert_eq!(rows_after_silence(&host, AFTER_MINUTES), 0);
+    assert_eq!(entries_after_silence(&host, AFTER_MINUTES), 0);
 }
 
 /// A masqueraded flow has a third entry, which learns nothing.
 #[rstest]
 #[case::silent(0, 3)]
 #[case::client_has_vanished(PAYLOAD, 0)]
-fn rows_of_a_masqueraded_connection_after_silence(#[case] payload: u32, #[case] rows: usize) {
+fn entries_of_a_masqueraded_connection_after_silence(#[case] payload: u32, #[case] entries: usize) {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Outside);
     let segment = Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, payload);
     host.leaving(&numbered((flow.backend, PORT), CLIENT, segment)).unwrap();
-    assert_eq!(rows_after_silence(&host, AFTER_MINUTES), rows);
+    assert_eq!(entries_after_silence(&host, AFTER_MINUTES), entries);
 }
 
 /// The first number of a client's second connection from the same port. It is far from all numbers
@@ -266,12 +266,12 @@ fn second_connection() -> Vec<(Side, Segment)> {
 }
 
 /// A connection vanishes with data under way, and a minute later its client dials again from the
-/// same port. The second connection has the first one's row. It is judged by none of its numbers.
+/// same port. The second connection has the first one's entry. It is judged by none of its numbers.
 #[rstest]
 #[case::the_clients_data(vec![data(Side::Client, CLIENTS, BACKENDS_NEXT)])]
 #[case::the_backends_data(answers(3))]
 #[case::the_backends_fin(vec![of_backend(TCP_FIN | TCP_ACK, BACKENDS_NEXT, CLIENTS)])]
-fn rows_of_a_second_connection_after_silence(#[case] first: Vec<(Side, Segment)>) {
+fn entries_of_a_second_connection_after_silence(#[case] first: Vec<(Side, Segment)>) {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
     let say = |said: &[(Side, Segment)]| {
@@ -280,7 +280,7 @@ fn rows_of_a_second_connection_after_silence(#[case] first: Vec<(Side, Segment)>
     say(&first);
     host.wait(61 * SECOND);
     say(&second_connection());
-    assert_eq!(rows_after_silence(&host, AFTER_MINUTES), 2);
+    assert_eq!(entries_after_silence(&host, AFTER_MINUTES), 2);
 }
 
 /// A SYN that is not answered is followed by another connection's, and that one is established.
@@ -306,7 +306,7 @@ fn a_second_syn_opens_a_connection(#[case] first: Vec<(Side, Segment)>) {
 #[test]
 fn a_forged_syn_takes_no_number_back() {
     let host = Host::new();
-    rows_after(&host, &one_loss());
+    entries_after(&host, &one_loss());
     let flow = host.flow_of(Stage::Established, &syn());
     let (sender, forged) = of_client(TCP_SYN, FORGED, 0);
     says(sender, &host, &flow, forged).unwrap();

@@ -94,7 +94,7 @@ fn a_connection_that_goes_on_after_a_reset_is_not_ended_by_its_next_answer() {
     assert_eq!(host.entries(Stage::Established), 0);
     host.wait(2 * REFRESH_AFTER);
     host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Outside).unwrap();
-    assert_eq!(host.entries(Stage::Established), 0, "the client may be one that keeps rows for nothing");
+    assert_eq!(host.entries(Stage::Established), 0, "the client may be one that keeps entries for nothing");
     let endpoint = (flow.backend, PORT);
     for _ in 0..2 {
         host.arriving(&answer(endpoint, (NODE, flow.masquerade_port()), TCP_ACK), Origin::Outside).unwrap();

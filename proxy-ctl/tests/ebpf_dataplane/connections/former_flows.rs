@@ -69,13 +69,13 @@ fn a_flow_that_a_former_proxy_has_opened_ends_with_its_endpoint() {
     assert_eq!(led_to_a(), 0);
 }
 
-type Rows = Vec<(FlowKey<[u8; 4]>, Flow<[u8; 4]>)>;
+type Entries = Vec<(FlowKey<[u8; 4]>, Flow<[u8; 4]>)>;
 
 /// Returns the entries that are kept for connections which netfilter translates.
-fn kept(sandbox: &Sandbox) -> Rows {
-    let mut rows: Rows = sandbox.map("flows4").read_all().unwrap();
-    rows.retain(|(_, flow)| flow.flags & FLOW_OF_NETFILTER != 0);
-    rows
+fn kept(sandbox: &Sandbox) -> Entries {
+    let mut entries: Entries = sandbox.map("flows4").read_all().unwrap();
+    entries.retain(|(_, flow)| flow.flags & FLOW_OF_NETFILTER != 0);
+    entries
 }
 
 #[test]
@@ -111,17 +111,17 @@ fn both_pairs_of_ends_of_a_connection_are_kept_from_flows_until_it_ends() {
     dataplane.resync(&[]).unwrap();
     dataplane.set_host(&Host::default()).unwrap();
     dataplane.attach().unwrap();
-    let rows = kept(&sandbox);
-    let flow = rows[0].1;
+    let entries = kept(&sandbox);
+    let flow = entries[0].1;
     assert_eq!((flow.client_port(), flow.frontend_port()), {
         let port = |address: std::io::Result<SocketAddr>| Port::new(address.unwrap().port());
         (port(client.local_addr()), port(client.peer_addr()))
     });
-    let mut keys: Vec<_> = rows.iter().map(|(key, _)| *key).collect();
+    let mut keys: Vec<_> = entries.iter().map(|(key, _)| *key).collect();
     let mut expected = flow.netfilter_keys().to_vec();
     keys.sort();
     expected.sort();
-    assert_eq!(keys, expected, "{rows:?}");
+    assert_eq!(keys, expected, "{entries:?}");
 
     // The first call reserves the ends of the secondary mode's connections, and also clears what
     // entries have noted.
@@ -208,10 +208,10 @@ fn a_mode_that_drains_keeps_no_connection_of_netfilter() {
 
 /// The map of flows has room for TCP connections too, however many netfilter translates.
 #[test]
-fn connections_of_netfilter_take_a_quarter_of_the_rows() {
-    const ROWS: u32 = 16;
+fn connections_of_netfilter_take_a_quarter_of_the_entries() {
+    const ENTRIES: u32 = 16;
     let Some(mut sandbox) = Sandbox::new() else { return };
-    sandbox.config.limits.flows = ROWS;
+    sandbox.config.limits.flows = ENTRIES;
     let Some(listener) = listener_of_former_proxy() else { return };
     let connect = || (TcpStream::connect((SERVICE, 80)).unwrap(), listener.accept().unwrap());
     let mut open: Vec<_> = (0..2).map(|_| connect()).collect();
@@ -222,7 +222,7 @@ fn connections_of_netfilter_take_a_quarter_of_the_rows() {
     dataplane.attach().unwrap();
     assert_eq!(kept(&sandbox).len(), 4);
     let settings: Vec<(u32, Settings)> = sandbox.map("settings").read_all().unwrap();
-    assert_eq!(settings[0].1.most_unproven_entries, ROWS / 2);
+    assert_eq!(settings[0].1.most_unproven_entries, ENTRIES / 2);
     // Two have ended meanwhile, and two are new.
     open.clear();
     let _new: Vec<_> = (0..2).map(|_| connect()).collect();

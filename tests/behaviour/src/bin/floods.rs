@@ -83,7 +83,7 @@ fn main() -> ExitCode {
             Ok(())
         })
     });
-    let soak = Scenario::new("soak: the rows are those of living flows", move |world: &mut World| {
+    let soak = Scenario::new("soak: the entries are those of living flows", move |world: &mut World| {
         soak::run(world, soak)
     });
     let ended = scenario::run(arguments.harness, world.trials(scenarios.chain([soak])));

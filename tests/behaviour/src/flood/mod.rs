@@ -6,8 +6,8 @@
 //! others.
 
 mod ends;
+mod entries;
 mod packet;
-mod rows;
 pub mod soak;
 pub mod table;
 

@@ -27,9 +27,9 @@ use serde_json::{Value, json};
 use super::{
     Extent, ForgedRange, at_pace,
     ends::{CLIENT_PORTS, End, play},
+    entries::{Client, Counts, MAPS, PinnedMaps},
     forged,
     packet::{Ends, Sender},
-    rows::{Client, Counts, MAPS, PinnedMaps},
 };
 use crate::{fixtures::BALANCED, world::World};
 
@@ -91,7 +91,7 @@ pub fn run(world: &mut World, extent: Extent) -> Result<()> {
         let are_no_more = after.others().iter().zip(before.others()).all(|(after, before)| *after <= before);
         ensure!(
             are_no_more,
-            "{family}: rows of affinity, fragments and host connections are {:?}, and were {:?} before",
+            "{family}: entries of affinity, fragments and host connections are {:?}, and were {:?} before",
             after.others(),
             before.others()
         );
@@ -190,8 +190,8 @@ fn end_flows(world: &World, maps: &PinnedMaps, extent: Extent) -> Result<()> {
 fn look(maps: &PinnedMaps, extent: Extent, met: &mut [BTreeSet<End>; 2]) -> Result<()> {
     for family in FAMILIES {
         let found = maps.flows(family, &BTreeSet::new())?;
-        for (met, rows) in met.iter_mut().zip(found) {
-            met.extend(rows.of_others.keys().filter_map(|port| End::of_client_port(*port)));
+        for (met, entries) in met.iter_mut().zip(found) {
+            met.extend(entries.of_others.keys().filter_map(|port| End::of_client_port(*port)));
         }
         if extent.is_full {
             let Counts(counts) = maps.counts(family)?;
@@ -264,7 +264,7 @@ fn until_left(
 ) -> Result<()> {
     const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
     let start = Instant::now();
-    wait::until("the rows are those of living flows", limit, || {
+    wait::until("the entries are those of living flows", limit, || {
         let left = left(maps, living, &is_over).map_err(|error| format!("{error:#}"))?;
         if left.is_empty() {
             return Ok(Some(()));
@@ -272,7 +272,7 @@ fn until_left(
         thread::sleep(BETWEEN_LOOKS);
         Err(left.join("; "))
     })?;
-    eprintln!("soak: the rows are back after {} s", start.elapsed().as_secs());
+    eprintln!("soak: the entries are back after {} s", start.elapsed().as_secs());
     Ok(())
 }
 
@@ -281,32 +281,36 @@ fn left(maps: &PinnedMaps, living: &Living, is_over: impl Fn(End) -> bool) -> Re
     let mut left = Vec::new();
     for family in FAMILIES {
         let [established, opening] = maps.flows(family, &living.clients)?;
-        for (name, rows) in [("established", &established), ("opening", &opening)] {
+        for (name, entries) in [("established", &established), ("opening", &opening)] {
             let mut ended: BTreeMap<String, usize> = BTreeMap::new();
-            for (port, count) in &rows.of_others {
+            for (port, count) in &entries.of_others {
                 let end = End::of_client_port(*port);
                 if end.is_none_or(&is_over) {
                     let what = end.map_or_else(|| format!("port {port}"), |end| format!("{end:?}"));
                     *ended.entry(what).or_default() += count;
                 }
             }
-            let ended = ended.iter().map(|(end, count)| format!("{family}: {count} {name} rows of {end}"));
+            let ended = ended.iter().map(|(end, count)| format!("{family}: {count} {name} entries of {end}"));
             left.extend(ended);
         }
         let datagrams = established.of_clients.iter().filter(|((.., protocol), _)| *protocol == PROTOCOL_UDP);
-        let (unproven, rows) =
-            (maps.unproven(family)?, datagrams.map(|(_, rows)| rows.len() as u64).sum::<u64>());
-        if unproven != rows {
-            left.push(format!("{family}: {unproven} rows are counted as those of datagrams, and {rows} are"));
+        let (unproven, entries) =
+            (maps.unproven(family)?, datagrams.map(|(_, entries)| entries.len() as u64).sum::<u64>());
+        if unproven != entries {
+            left.push(format!(
+                "{family}: {unproven} entries are counted as those of datagrams, and {entries} are"
+            ));
         }
         // Copies of established flows may stay among the opening ones, which evict them at need.
         let mut copies = opening.of_clients.values().flatten();
-        left.extend(copies.find(|row| !row.keys.contains(&row.key)).map(|row| format!("a copy is {row:?}")));
+        left.extend(
+            copies.find(|entry| !entry.keys.contains(&entry.key)).map(|entry| format!("a copy is {entry:?}")),
+        );
         for client in living.clients.iter().filter(|(address, ..)| Family::of(*address) == family) {
-            let rows = established.of_clients.get(client).map_or(&[][..], Vec::as_slice);
-            let found = BTreeSet::from_iter(rows.iter().map(|row| &row.key));
-            if rows.first().is_none_or(|row| found != row.keys.iter().collect()) {
-                left.push(format!("the flow of {client:?} has the rows {rows:?}"));
+            let entries = established.of_clients.get(client).map_or(&[][..], Vec::as_slice);
+            let found = BTreeSet::from_iter(entries.iter().map(|entry| &entry.key));
+            if entries.first().is_none_or(|entry| found != entry.keys.iter().collect()) {
+                left.push(format!("the flow of {client:?} has the entries {entries:?}"));
             }
         }
     }

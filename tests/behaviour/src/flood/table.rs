@@ -21,9 +21,10 @@ use lab::{
 };
 
 use super::{
-    Extent, ForgedRange, at_pace, forged,
+    Extent, ForgedRange, at_pace,
+    entries::{Counts, MAPS, PinnedMaps},
+    forged,
     packet::{ACK, Ends, FIN, RST, SYN, Segment, Sender, datagram, fragment, icmp_error, segment},
-    rows::{Counts, MAPS, PinnedMaps},
 };
 use crate::{
     fixtures::{BALANCED, PORT, SERVICES},
@@ -41,7 +42,7 @@ const AT_ONCE_MS: u64 = 950;
 /// several short runs may share a machine.
 const PATIENT_MS: u64 = 10_000;
 /// The number of map entries of a flow that is not masqueraded.
-const LEAST_ROWS: usize = 2;
+const LEAST_ENTRIES: usize = 2;
 /// Where answers are not seen, a connection is established once it has gone on for two seconds.
 const ESTABLISHED_WITHIN: Duration = Duration::from_secs(30);
 /// The time until the flood's entries are gone: the lifetime of datagrams that go on, and two walks
@@ -198,7 +199,7 @@ impl Found {
     /// Returns a row of the printed table.
     pub fn row(&self) -> String {
         let Self { name, per_second, before, most, after, held, lost, opened, failed } = self;
-        let rows = before.0.iter().zip(most.0).zip(after.0).map(|((before, most), after)| {
+        let counts = before.0.iter().zip(most.0).zip(after.0).map(|((before, most), after)| {
             if *before == most && most == after {
                 before.to_string()
             } else {
@@ -207,7 +208,7 @@ impl Found {
         });
         format!(
             "| {name} | {per_second:.0} | {} | {} of {held} | {opened} of {} |",
-            Vec::from_iter(rows).join(" | "),
+            Vec::from_iter(counts).join(" | "),
             held - lost,
             opened + failed
         )
@@ -253,7 +254,7 @@ pub fn run(world: &World, flood: &Flood, extent: Extent) -> Result<Found> {
     let before = wait::until("the connections are established", ESTABLISHED_WITHIN, || {
         let lost = outside.ping_many(&held).map_err(|error| format!("{error:#}"))?;
         let now = maps.counts(flood.family).map_err(|error| format!("{error:#}"))?;
-        let is_established = lost.is_empty() && now.flows() >= LEAST_ROWS * HELD;
+        let is_established = lost.is_empty() && now.flows() >= LEAST_ENTRIES * HELD;
         if is_established { Ok(Some(now)) } else { Err(format!("{now:?}, {} are lost", lost.len())) }
     })?;
     let quiet = Load {
@@ -286,7 +287,7 @@ pub fn run(world: &World, flood: &Flood, extent: Extent) -> Result<Found> {
         until_back(&maps, flood.family, &before)?;
     }
     found.after = maps.counts(flood.family)?;
-    eprintln!("{} ({} s until the rows were back)", found.row(), start.elapsed().as_secs());
+    eprintln!("{} ({} s until the entries were back)", found.row(), start.elapsed().as_secs());
     held.into_iter().try_for_each(|connection| outside.release(connection))?;
     ensure!(lost.is_empty(), "{} of {} connections are lost: {:?}", lost.len(), found.held, lost.first());
     ensure!(tally.failed == 0 && tally.answered > 0, "the quiet Service: {tally:?}");
@@ -357,7 +358,7 @@ fn send(flood: &Flood, targets: &[SocketAddr], extent: Extent) -> Result<f64> {
 /// are left: only other fragments replace them.
 fn until_back(maps: &PinnedMaps, family: Family, before: &Counts) -> Result<()> {
     const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
-    wait::until("the rows are back", BACK_WITHIN, || {
+    wait::until("the entries are back", BACK_WITHIN, || {
         let now = maps.counts(family).map_err(|error| format!("{error:#}"))?;
         let is_back = now.flows() == before.flows()
             && now.opening_flows() <= before.opening_flows()

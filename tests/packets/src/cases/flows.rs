@@ -226,7 +226,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
         Ok(())
     });
-    group.tcp::<W>("a reset behind data under way leaves no row", |s| {
+    group.tcp::<W>("a reset behind data under way leaves no entry", |s| {
         const PAYLOAD: u32 = 1_000;
         establish(s)?;
         let data = Segment { payload: vec![0x5a; PAYLOAD as usize], ..s.answer(LOCAL, CLIENT, TCP_ACK) };

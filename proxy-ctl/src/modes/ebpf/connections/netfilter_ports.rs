@@ -39,7 +39,7 @@ pub(crate) enum KeepPorts {
 /// The part of the entries of `flows4/6`, one in this number, that connections of netfilter may
 /// take. Flows that prove no client may take half of them, so at least a quarter is left for TCP
 /// connections.
-const PARTS_OF_ROWS: u32 = 4;
+const PARTS_OF_ENTRIES: u32 = 4;
 
 /// The outcome of reserving the ends of connections.
 #[derive(Clone, Copy, Debug)]
@@ -60,17 +60,17 @@ pub(crate) fn keep<F: MapFamily>(
     if connections.is_empty() {
         return Ok(Kept { new: 0, are_all: true });
     }
-    let most = maps.flows.map().capacity() / PARTS_OF_ROWS;
-    let mut rows = kept_rows(maps)?;
+    let most = maps.flows.map().capacity() / PARTS_OF_ENTRIES;
+    let mut entries = kept_entries(maps)?;
     let (mut new, mut left_out) = (0_u64, 0_u64);
     for flow in &connections {
         let keys = flow.netfilter_keys();
-        let has_room = rows + keys.len() as u64 <= u64::from(most);
+        let has_room = entries + keys.len() as u64 <= u64::from(most);
         let (mut is_new, mut is_left_out) = (false, false);
         for key in keys {
             match keep_key(maps, &key, flow, has_room)? {
                 KeptKey::New => {
-                    rows += 1;
+                    entries += 1;
                     is_new = true;
                 }
                 KeptKey::LeftOut => is_left_out = true,
@@ -91,13 +91,13 @@ pub(crate) fn keep<F: MapFamily>(
 }
 
 /// Counts the reserved entries, also those of connections that have ended since the last walk.
-fn kept_rows<F: MapFamily>(maps: &FamilyMaps<F>) -> Result<u64, Error> {
-    let mut rows = 0;
+fn kept_entries<F: MapFamily>(maps: &FamilyMaps<F>) -> Result<u64, Error> {
+    let mut entries = 0;
     maps.flows.walk(|few| {
-        rows += few.iter().filter(|(_, flow)| flow.flags & FLOW_OF_NETFILTER != 0).count() as u64;
+        entries += few.iter().filter(|(_, flow)| flow.flags & FLOW_OF_NETFILTER != 0).count() as u64;
         true
     })?;
-    Ok(rows)
+    Ok(entries)
 }
 
 /// The outcome for a key that is to be kept.
@@ -321,7 +321,7 @@ mod tests {
 
     use super::*;
 
-    fn row(client_port: u16, is_dialled: bool) -> Flow<[u8; 4]> {
+    fn entry(client_port: u16, is_dialled: bool) -> Flow<[u8; 4]> {
         let end = |address, port| (address, Port::new(port));
         let client = end([10, 1, 0, 5], client_port);
         let connection = NetfilterConnection {
@@ -340,11 +340,11 @@ mod tests {
     #[case::goes_on_and_was_dialled(1, true, Judged::Dialled)]
     #[case::has_ended(2, false, Judged::Ended)]
     #[case::has_ended_and_was_dialled(2, true, Judged::Ended)]
-    fn rows_beside_a_list(#[case] port: u16, #[case] is_dialled: bool, #[case] expected: Judged) {
-        let up = Some([row(1, false).client_key()].into());
+    fn entries_beside_a_list(#[case] port: u16, #[case] is_dialled: bool, #[case] expected: Judged) {
+        let up = Some([entry(1, false).client_key()].into());
         let mut ended = EndedConnections::<V4> { up, ..EndedConnections::default() };
-        assert_eq!(ended.judge(&row(port, is_dialled), true), expected);
-        assert_eq!(not_dialled(&row(port, is_dialled)), row(port, false));
+        assert_eq!(ended.judge(&entry(port, is_dialled), true), expected);
+        assert_eq!(not_dialled(&entry(port, is_dialled)), entry(port, false));
     }
 
     #[test]
@@ -354,18 +354,18 @@ mod tests {
         assert_eq!((rest.is_over(), rest.is_over_for_dialled()), (false, true));
         let mut ended = EndedConnections::<V4>::default();
         for is_dialled in [false, true, false] {
-            assert_eq!(ended.judge(&row(1, is_dialled), true), Judged::Other);
+            assert_eq!(ended.judge(&entry(1, is_dialled), true), Judged::Other);
         }
         assert!(ended.are_dialled);
     }
 
-    fn walk(ended: &mut EndedConnections<V4>, rows: &[u32]) -> bool {
-        walk_with(ended, rows, true)
+    fn walk(ended: &mut EndedConnections<V4>, entries: &[u32]) -> bool {
+        walk_with(ended, entries, true)
     }
 
-    fn walk_with(ended: &mut EndedConnections<V4>, rows: &[u32], has_frontend: bool) -> bool {
+    fn walk_with(ended: &mut EndedConnections<V4>, entries: &[u32], has_frontend: bool) -> bool {
         ended.begin();
-        for flags in rows {
+        for flags in entries {
             let mut flow = Flow::default();
             flow.flags = *flags;
             ended.judge(&flow, has_frontend);

@@ -18,7 +18,7 @@ const USED_BYTES: u64 = 300;
 const FAMILIES: u64 = 2;
 
 /// The number of entries that correspond to one of conntrack: a masqueraded flow takes three.
-const ROWS_OF_CONNECTION: u64 = 3;
+const ENTRIES_OF_CONNECTION: u64 = 3;
 /// The bytes that an entry of `flows4` and one of `flows6` take before they are used: a bucket
 /// each. The kernel allocates all buckets with the map, and rounds their number up to a power of
 /// two.
@@ -36,14 +36,15 @@ const OPENING_STEP: u64 = 1 << 13;
 const MOST_OPENING: u64 = 1 << 20;
 
 /// The greatest size that a configuration may ask for.
-const MOST_ROWS: u64 = 1 << 26;
+const MOST_ENTRIES: u64 = 1 << 26;
 
 /// Returns the section `ebpf` with a size for each map. If the machine is unknown, the sizes are
 /// those of a small one.
 pub(crate) fn sized(config: &Config, machine: Option<Machine>) -> Ebpf {
     let mut ebpf = config.ebpf.clone();
-    let of_machine =
-        machine.map_or_else(Rows::default, |machine| Rows::of(&machine, config.conntrack.max_per_core));
+    let of_machine = machine.map_or_else(FlowMapSizes::default, |machine| {
+        FlowMapSizes::of(&machine, config.conntrack.max_per_core)
+    });
     if let Some(Machine { memory_limit: Some(limit), .. }) = machine {
         tracing::info!(
             limit,
@@ -53,9 +54,9 @@ pub(crate) fn sized(config: &Config, machine: Option<Machine>) -> Ebpf {
         );
     }
     let Limits { flows, opening_flows, .. } = &mut ebpf.limits;
-    for (limit, rows) in [(flows, of_machine.flows), (opening_flows, of_machine.opening_flows)] {
+    for (limit, entries) in [(flows, of_machine.flows), (opening_flows, of_machine.opening_flows)] {
         if *limit == 0 {
-            *limit = rows;
+            *limit = entries;
         }
     }
     ebpf
@@ -63,26 +64,26 @@ pub(crate) fn sized(config: &Config, machine: Option<Machine>) -> Ebpf {
 
 /// The sizes of the maps whose limit is 0 in the configuration.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-struct Rows {
+struct FlowMapSizes {
     flows: u32,
     opening_flows: u32,
 }
 
-impl Default for Rows {
+impl Default for FlowMapSizes {
     fn default() -> Self {
         Self { flows: Limit::Flows.default_entries(), opening_flows: Limit::OpeningFlows.default_entries() }
     }
 }
 
-impl Rows {
+impl FlowMapSizes {
     /// Returns the sizes for this machine. `per_core` is `conntrack.maxPerCore`.
     fn of(machine: &Machine, per_core: u32) -> Self {
         let Machine { cores, memory, memory_limit } = *machine;
         let least = Self::default();
         let quarter = memory_limit.map_or(u64::MAX, |limit| limit / PARTS_OF_LIMIT);
         let budget = (memory / PARTS_OF_MEMORY).min(quarter);
-        let of_conntrack = ROWS_OF_CONNECTION * u64::from(per_core) * u64::from(cores);
-        let wanted = of_conntrack.clamp(u64::from(least.flows), MOST_ROWS);
+        let of_conntrack = ENTRIES_OF_CONNECTION * u64::from(per_core) * u64::from(cores);
+        let wanted = of_conntrack.clamp(u64::from(least.flows), MOST_ENTRIES);
         let buckets = budget.saturating_sub(OPENING_STEP * OPENING_BYTES) / BUCKET_BYTES;
         let buckets = buckets.min(quarter / (FAMILIES * USED_BYTES));
         let flows = wanted.min(power_of_two_up_to(buckets).max(FEWEST_FLOWS));
@@ -92,8 +93,8 @@ impl Rows {
         let left = of_machine.min(quarter.saturating_sub(flows * FAMILIES * USED_BYTES));
         let most = left / OPENING_BYTES / OPENING_STEP * OPENING_STEP;
         let opening_flows = wanted.min(most.max(OPENING_STEP));
-        let rows = |rows: u64| u32::try_from(rows).unwrap_or(u32::MAX);
-        Self { flows: rows(flows), opening_flows: rows(opening_flows) }
+        let entries = |entries: u64| u32::try_from(entries).unwrap_or(u32::MAX);
+        Self { flows: entries(flows), opening_flows: entries(opening_flows) }
     }
 }
 
@@ -123,15 +124,15 @@ mod tests {
     #[case::conntrack_is_smaller(16, 64 * GIB, 1_024, 524_288, 1_048_576)]
     #[case::conntrack_is_larger(4, 16 * GIB, 262_144, 3_145_728, 262_144)]
     #[case::more_than_a_configuration_may_ask_for(1_024, 1_024 * 1_024 * GIB, 32_768, 67_108_864, 1_048_576)]
-    fn rows(
+    fn entries(
         #[case] cores: u32,
         #[case] memory: u64,
         #[case] per_core: u32,
         #[case] flows: u32,
         #[case] opening_flows: u32,
     ) {
-        let rows = Rows::of(&Machine { cores, memory, memory_limit: None }, per_core);
-        assert_eq!(rows, Rows { flows, opening_flows });
+        let sizes = FlowMapSizes::of(&Machine { cores, memory, memory_limit: None }, per_core);
+        assert_eq!(sizes, FlowMapSizes { flows, opening_flows });
         let bytes = u64::from(flows).next_power_of_two() * BUCKET_BYTES;
         let bytes = bytes + u64::from(opening_flows) * OPENING_BYTES;
         assert!(bytes <= memory / 50, "{bytes} bytes of {memory}");
@@ -146,9 +147,9 @@ mod tests {
     #[case::of_512_mebibytes(512 * MIB, 131_072, 81_920)]
     #[case::of_two_gibibytes(2 * GIB, 524_288, 344_064)]
     #[case::of_the_whole_memory(32 * GIB, 786_432, 524_288)]
-    fn rows_under_a_memory_limit(#[case] limit: u64, #[case] flows: u32, #[case] opening_flows: u32) {
+    fn entries_under_a_memory_limit(#[case] limit: u64, #[case] flows: u32, #[case] opening_flows: u32) {
         let machine = Machine { cores: 8, memory: 32 * GIB, memory_limit: Some(limit) };
-        assert_eq!(Rows::of(&machine, 32_768), Rows { flows, opening_flows });
+        assert_eq!(FlowMapSizes::of(&machine, 32_768), FlowMapSizes { flows, opening_flows });
         let full = u64::from(flows) * FAMILIES * USED_BYTES + u64::from(opening_flows) * OPENING_BYTES;
         let least = FEWEST_FLOWS * FAMILIES * USED_BYTES + OPENING_STEP * OPENING_BYTES;
         assert!(full <= (limit / 4).max(least), "{full} bytes of {limit}");
@@ -175,6 +176,9 @@ mod tests {
     #[test]
     fn a_machine_that_tells_nothing_has_the_sizes_of_a_small_one() {
         let limits = sized(&Config::default(), None).limits;
-        assert_eq!(Rows { flows: limits.flows, opening_flows: limits.opening_flows }, Rows::default());
+        assert_eq!(
+            FlowMapSizes { flows: limits.flows, opening_flows: limits.opening_flows },
+            FlowMapSizes::default()
+        );
     }
 }

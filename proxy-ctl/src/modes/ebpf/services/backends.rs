@@ -10,32 +10,32 @@ use rustc_hash::FxBuildHasher;
 
 use super::programmed::{BackendKey, Uses};
 
-type Row<A> = (BackendKey<A>, Uses);
+type Element<A> = (BackendKey<A>, Uses);
 
 #[derive(Debug)]
 pub(crate) struct Backends<A> {
-    rows: Vec<Row<A>>,
+    elements: Vec<Element<A>>,
     indexes: HashTable<u32>,
 }
 
 impl<A> Default for Backends<A> {
     fn default() -> Self {
-        Self { rows: Vec::new(), indexes: HashTable::new() }
+        Self { elements: Vec::new(), indexes: HashTable::new() }
     }
 }
 
 impl<A: Copy + Eq + Hash> Backends<A> {
     pub(crate) fn len(&self) -> usize {
-        self.rows.len()
+        self.elements.len()
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&BackendKey<A>, &Uses)> {
-        self.rows.iter().map(|(key, uses)| (key, uses))
+        self.elements.iter().map(|(key, uses)| (key, uses))
     }
 
     /// Removes all backends, and keeps their memory for others.
     pub(crate) fn clear(&mut self) {
-        self.rows.clear();
+        self.elements.clear();
         self.indexes.clear();
     }
 
@@ -44,38 +44,38 @@ impl<A: Copy + Eq + Hash> Backends<A> {
     }
 
     pub(crate) fn get(&self, key: &BackendKey<A>) -> Option<&Uses> {
-        let index = self.indexes.find(hash(key), is_of(&self.rows, key))?;
-        self.rows.get(*index as usize).map(|(_, uses)| uses)
+        let index = self.indexes.find(hash(key), is_of(&self.elements, key))?;
+        self.elements.get(*index as usize).map(|(_, uses)| uses)
     }
 
     pub(crate) fn get_mut(&mut self, key: &BackendKey<A>) -> Option<&mut Uses> {
-        let index = *self.indexes.find(hash(key), is_of(&self.rows, key))?;
-        self.rows.get_mut(index as usize).map(|(_, uses)| uses)
+        let index = *self.indexes.find(hash(key), is_of(&self.elements, key))?;
+        self.elements.get_mut(index as usize).map(|(_, uses)| uses)
     }
 
     /// Inserts a backend, or replaces the one that the key has.
     pub(crate) fn insert(&mut self, key: BackendKey<A>, uses: Uses) {
-        let rows = &self.rows;
-        let hash_of = |index: &u32| rows.get(*index as usize).map_or(0, |(key, _)| hash(key));
-        match self.indexes.entry(hash(&key), is_of(rows, &key), hash_of) {
+        let elements = &self.elements;
+        let hash_of = |index: &u32| elements.get(*index as usize).map_or(0, |(key, _)| hash(key));
+        match self.indexes.entry(hash(&key), is_of(elements, &key), hash_of) {
             Entry::Occupied(index) => {
-                if let Some(row) = self.rows.get_mut(*index.get() as usize) {
-                    row.1 = uses;
+                if let Some(element) = self.elements.get_mut(*index.get() as usize) {
+                    element.1 = uses;
                 }
             }
             Entry::Vacant(vacant) => {
-                vacant.insert(rows.len() as u32);
-                self.rows.push((key, uses));
+                vacant.insert(elements.len() as u32);
+                self.elements.push((key, uses));
             }
         }
     }
 
     pub(crate) fn remove(&mut self, key: &BackendKey<A>) {
-        let Ok(found) = self.indexes.find_entry(hash(key), is_of(&self.rows, key)) else { return };
+        let Ok(found) = self.indexes.find_entry(hash(key), is_of(&self.elements, key)) else { return };
         let (index, _) = found.remove();
-        self.rows.swap_remove(index as usize);
-        let Some((moved, _)) = self.rows.get(index as usize) else { return };
-        let former = self.rows.len() as u32;
+        self.elements.swap_remove(index as usize);
+        let Some((moved, _)) = self.elements.get(index as usize) else { return };
+        let former = self.elements.len() as u32;
         if let Some(moved) = self.indexes.find_mut(hash(moved), |at| *at == former) {
             *moved = index;
         }
@@ -86,8 +86,8 @@ fn hash<A: Hash>(key: &BackendKey<A>) -> u64 {
     FxBuildHasher.hash_one(key)
 }
 
-fn is_of<A: Eq>(rows: &[Row<A>], key: &BackendKey<A>) -> impl Fn(&u32) -> bool {
-    move |index| rows.get(*index as usize).is_some_and(|(at, _)| at == key)
+fn is_of<A: Eq>(elements: &[Element<A>], key: &BackendKey<A>) -> impl Fn(&u32) -> bool {
+    move |index| elements.get(*index as usize).is_some_and(|(at, _)| at == key)
 }
 
 #[cfg(test)]

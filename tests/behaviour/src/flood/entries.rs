@@ -1,4 +1,4 @@
-//! Entries of the pinned maps that a packet can write. A row is such an entry.
+//! Entries of the pinned maps that a packet can write.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -65,16 +65,16 @@ pub(super) type Client = (IpAddr, u16, u8);
 
 /// The entries of a flow map.
 #[derive(Debug, Default)]
-pub(super) struct Rows {
+pub(super) struct Entries {
     /// The entries of the clients that were asked for.
-    pub(super) of_clients: BTreeMap<Client, Vec<Row>>,
+    pub(super) of_clients: BTreeMap<Client, Vec<Entry>>,
     /// The number of entries of the other clients, by the client's port.
     pub(super) of_others: BTreeMap<u16, usize>,
 }
 
 /// An entry of a flow map, reduced to its key and to the other keys of its flow.
 #[derive(Debug)]
-pub(super) struct Row {
+pub(super) struct Entry {
     pub(super) key: String,
     /// The keys that the flow has.
     pub(super) keys: BTreeSet<String>,
@@ -95,12 +95,12 @@ impl PinnedMaps {
         map.with_context(|| format!("opening {name}"))?.with_context(|| format!("opening {name}"))
     }
 
-    fn rows<K: Pod + Default, V: Pod + Default>(&self, name: &str) -> Result<Vec<(K, V)>> {
+    fn entries<K: Pod + Default, V: Pod + Default>(&self, name: &str) -> Result<Vec<(K, V)>> {
         self.open(name)?.read_all().with_context(|| format!("reading {name}"))
     }
 
     fn count<K: Pod + Default, V: Pod + Default>(&self, name: &str) -> Result<usize> {
-        Ok(self.rows::<K, V>(name)?.len())
+        Ok(self.entries::<K, V>(name)?.len())
     }
 
     pub(super) fn counts(&self, family: Family) -> Result<Counts> {
@@ -136,7 +136,7 @@ impl PinnedMaps {
     }
 
     /// Returns the entries of the map of established flows, and of that of opening flows.
-    pub(super) fn flows(&self, family: Family, clients: &BTreeSet<Client>) -> Result<[Rows; 2]> {
+    pub(super) fn flows(&self, family: Family, clients: &BTreeSet<Client>) -> Result<[Entries; 2]> {
         Ok(match family {
             Family::V4 => [
                 self.flows_of::<[u8; 4]>(map_name::flows4, clients)?,
@@ -149,12 +149,12 @@ impl PinnedMaps {
         })
     }
 
-    fn flows_of<A: Address + Debug>(&self, name: &str, clients: &BTreeSet<Client>) -> Result<Rows>
+    fn flows_of<A: Address + Debug>(&self, name: &str, clients: &BTreeSet<Client>) -> Result<Entries>
     where
         IpAddr: From<A>,
     {
-        let mut found = Rows::default();
-        for (key, flow) in self.rows::<FlowKey<A>, Flow<A>>(name)? {
+        let mut found = Entries::default();
+        for (key, flow) in self.entries::<FlowKey<A>, Flow<A>>(name)? {
             let client = (IpAddr::from(flow.client), flow.client_port().number(), flow.protocol);
             if !clients.contains(&client) {
                 *found.of_others.entry(client.1).or_default() += 1;
@@ -163,7 +163,7 @@ impl PinnedMaps {
             let masquerade = flow.is_masqueraded().then(|| flow.masquerade_key());
             let keys = [flow.client_key(), flow.backend_key()].into_iter().chain(masquerade);
             let keys = keys.map(|key| format!("{key:?}")).collect();
-            found.of_clients.entry(client).or_default().push(Row { key: format!("{key:?}"), keys });
+            found.of_clients.entry(client).or_default().push(Entry { key: format!("{key:?}"), keys });
         }
         Ok(found)
     }

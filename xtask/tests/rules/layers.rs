@@ -140,8 +140,8 @@ fn cycles() -> BTreeMap<String, Imports> {
     cyclic.filter(|(_, imports)| !imports.is_empty()).collect()
 }
 
-/// Returns the imports that go upwards.
-fn upward() -> Imports {
+/// Returns the upward imports.
+fn upward_imports() -> Imports {
     let order = order(&tree::read("ARCHITECTURE.md"));
     let (mut imports, _) = all();
     let position = |name: &String| order.iter().position(|module| module == name);
@@ -154,8 +154,8 @@ fn rule((from, to): &(String, String)) -> String {
 }
 
 pub(crate) fn broken() -> Broken {
-    let upward = upward().into_iter().map(|(ends, files)| (rule(&ends), files.len()));
-    upward.chain(cycles().into_iter().map(|(rule, imports)| (rule, imports.len()))).collect()
+    let upward_imports = upward_imports().into_iter().map(|(ends, files)| (rule(&ends), files.len()));
+    upward_imports.chain(cycles().into_iter().map(|(rule, imports)| (rule, imports.len()))).collect()
 }
 
 #[test]
@@ -169,10 +169,13 @@ fn the_table_of_modules_has_each() {
 
 #[test]
 fn imports_go_downwards() {
-    let upward = upward();
+    let upward_imports = upward_imports();
     exceptions::hold(KIND, &broken(), |broken| {
-        let files = upward.iter().filter(|(ends, _)| rule(ends) == broken).flat_map(|(_, files)| files);
-        files.map(|file| format!("{file}: {broken} goes upwards in the table of ARCHITECTURE.md")).collect()
+        let files =
+            upward_imports.iter().filter(|(ends, _)| rule(ends) == broken).flat_map(|(_, files)| files);
+        files
+            .map(|file| format!("{file}: {broken} is an upward import by the table of ARCHITECTURE.md"))
+            .collect()
     });
 }
 

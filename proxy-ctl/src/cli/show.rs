@@ -17,7 +17,7 @@ use super::{
         self, BackendView, EndpointView, FormerView, FrontendKind, FrontendView, HookView, Policy,
         ServiceView, StatusView,
     },
-    xdp::{self, PodInterfaces},
+    xdp::{self, WorkloadInterfaces},
 };
 use crate::{
     cleanup,
@@ -169,7 +169,7 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
                 let xdp = hooks.iter().find(|hook| hook.kind == "xdp" && hook.interface == Some(index));
                 xdp.and_then(|hook| of_word(&hook.name))
             };
-            status.pod_interfaces = PodInterfaces::of(&record, &network, &node.redirect_targets);
+            status.workload_interfaces = WorkloadInterfaces::of(&record, &network, &node.redirect_targets);
             status.xdp = xdp::of_controller(&record, &network, attached, &node.redirect_targets);
         }
         status.hooks = hooks.into_iter().map(|hook| hook_view(hook, &interfaces)).collect();

@@ -11,7 +11,7 @@ use crate::{
     model::node::{Interface, NodeNetwork, Role},
     modes::ebpf::hooks::xdp::{
         choice::{choose, word},
-        redirect::{Takes, takes},
+        redirect::{ForwardedFrames, forwarded_frames},
     },
     process::record,
     sys::{
@@ -28,27 +28,27 @@ pub(super) struct XdpView {
     /// The mode of XDP: `native`, `generic` or `no`.
     pub(super) xdp: &'static str,
     pub(super) reason: String,
-    /// The frames from other uplinks that XDP sends by this one: `all`, `whole` ones, which are not
-    /// in fragments, or `no`.
-    pub(super) takes: &'static str,
+    /// The frames from other uplinks that XDP sends by this one: `all`, `unfragmented` ones, or
+    /// `no`.
+    pub(super) forwarded: &'static str,
     /// The reason why it sends none.
-    pub(super) takes_none: Option<String>,
+    pub(super) not_forwarded: Option<String>,
 }
 
 const NO: &str = "no";
 const NOT_ATTACHED_YET: &str = "the controller has not attached a program yet";
 
-/// The number of pods' interfaces, by whether XDP sends packets to them.
+/// The number of workload interfaces, by whether XDP forwards packets to them.
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct PodInterfaces {
-    /// The number of interfaces to which XDP sends packets of outside clients.
-    pub(super) taking: usize,
+pub(super) struct WorkloadInterfaces {
+    /// The number of interfaces to which XDP forwards packets of outside clients.
+    pub(super) forwarded: usize,
     /// The number of interfaces to which it does not, by reason.
-    pub(super) not_taking: BTreeMap<String, usize>,
+    pub(super) not_forwarded: BTreeMap<String, usize>,
 }
 
-impl PodInterfaces {
+impl WorkloadInterfaces {
     /// Counts the interfaces of pods. Returns `None` if the controller does not use XDP or there
     /// are none. `targets` are the interfaces to which the programs may send frames from other
     /// interfaces.
@@ -61,23 +61,26 @@ impl PodInterfaces {
         let mut pods = Self::default();
         for interface in network.interfaces.iter().filter(|of| has_role(record, of.index, "workload")) {
             if targets.contains(&interface.index) {
-                pods.taking += 1;
+                pods.forwarded += 1;
                 continue;
             }
             let pod = Interface { role: Role::Workload, ..interface.clone() };
             let facts = facts(pod.index, &pod.name);
-            let why = takes(configured, None, &pod, &facts, cpus()).err();
+            let why = forwarded_frames(configured, None, &pod, &facts, cpus()).err();
             let why = why.map_or_else(|| NOT_SENT_BY.to_owned(), |why| why.to_string());
-            *pods.not_taking.entry(why).or_default() += 1;
+            *pods.not_forwarded.entry(why).or_default() += 1;
         }
-        Some(pods).filter(|pods| pods.taking > 0 || !pods.not_taking.is_empty())
+        Some(pods).filter(|pods| pods.forwarded > 0 || !pods.not_forwarded.is_empty())
     }
 
     pub(super) fn text(&self) -> String {
-        let taking = (self.taking > 0).then(|| (self.taking, "yes".to_owned()));
-        let not_taking = self.not_taking.iter().map(|(why, count)| (*count, format!("no: {why}")));
+        let forwarded = (self.forwarded > 0).then(|| (self.forwarded, "yes".to_owned()));
+        let not_forwarded = self.not_forwarded.iter().map(|(why, count)| (*count, format!("no: {why}")));
         let row = |(count, why): (usize, String)| [count.to_string(), why];
-        table(["POD INTERFACES", "XDP FORWARDS TO THEM"], taking.into_iter().chain(not_taking).map(row))
+        table(
+            ["WORKLOAD INTERFACES", "XDP FORWARDS TO THEM"],
+            forwarded.into_iter().chain(not_forwarded).map(row),
+        )
     }
 }
 
@@ -101,21 +104,22 @@ impl XdpView {
         let attached = attached.unwrap_or_else(|| choice.as_ref().ok().map(|(mode, _)| *mode));
         let (xdp, reason) =
             choice.map_or_else(|obstacle| (NO, obstacle.to_string()), |(mode, why)| (word(mode), why));
-        let (takes, takes_none) = match takes(configured, attached, interface, &facts, cpus()) {
-            Ok(Takes::All) => ("all", None),
-            Ok(Takes::Whole) => ("whole", None),
-            Err(obstacle) => (NO, Some(obstacle.to_string())),
-        };
-        Self { interface: interface.name.clone(), xdp, reason, takes, takes_none }
+        let (forwarded, not_forwarded) =
+            match forwarded_frames(configured, attached, interface, &facts, cpus()) {
+                Ok(ForwardedFrames::All) => ("all", None),
+                Ok(ForwardedFrames::Unfragmented) => ("unfragmented", None),
+                Err(obstacle) => (NO, Some(obstacle.to_string())),
+            };
+        Self { interface: interface.name.clone(), xdp, reason, forwarded, not_forwarded }
     }
 
     /// Corrects the view if the program does not send frames from other uplinks by this one.
     /// `is_target` is true if it may.
-    fn taking(self, is_target: bool) -> Self {
-        if is_target || self.takes == NO {
+    fn limited_to(self, is_target: bool) -> Self {
+        if is_target || self.forwarded == NO {
             return self;
         }
-        Self { takes: NO, takes_none: Some(NOT_SENT_BY.to_owned()), ..self }
+        Self { forwarded: NO, not_forwarded: Some(NOT_SENT_BY.to_owned()), ..self }
     }
 
     /// Corrects the view by the program that is attached. `refusal` is the reason why the
@@ -133,11 +137,11 @@ impl XdpView {
 }
 
 pub(super) fn text(column: &str, uplinks: &[XdpView]) -> String {
-    let takes = |of: &XdpView| match &of.takes_none {
-        Some(why) => format!("{}: {why}", of.takes),
-        None => of.takes.to_owned(),
+    let frames = |of: &XdpView| match &of.not_forwarded {
+        Some(why) => format!("{}: {why}", of.forwarded),
+        None => of.forwarded.to_owned(),
     };
-    let row = |of: &XdpView| [of.interface.clone(), of.xdp.to_owned(), of.reason.clone(), takes(of)];
+    let row = |of: &XdpView| [of.interface.clone(), of.xdp.to_owned(), of.reason.clone(), frames(of)];
     table(["UPLINK", column, "BECAUSE", "FORWARDS FRAMES OF OTHERS"], uplinks.iter().map(row))
 }
 
@@ -180,7 +184,7 @@ pub(super) fn of_controller(
     let view = |uplink: &Interface| {
         let attached = attached(uplink.index);
         let view = XdpView::expected(configured, uplink, Some(attached));
-        view.attached(attached, refusal(record, uplink.index)).taking(targets.contains(&uplink.index))
+        view.attached(attached, refusal(record, uplink.index)).limited_to(targets.contains(&uplink.index))
     };
     uplinks.map(view).collect()
 }
@@ -196,8 +200,8 @@ mod tests {
             interface: "eth0".to_owned(),
             xdp,
             reason: "why".to_owned(),
-            takes: "whole",
-            takes_none: None,
+            forwarded: "unfragmented",
+            not_forwarded: None,
         }
     }
 
@@ -219,16 +223,16 @@ mod tests {
         #[case] xdp: &str,
         #[case] reason: &str,
     ) {
-        let found = expected(wanted).attached(attached, refusal).taking(true);
+        let found = expected(wanted).attached(attached, refusal).limited_to(true);
         assert_eq!((found.xdp, found.reason.as_str()), (xdp, reason));
-        assert_eq!((found.takes, found.takes_none), ("whole", None));
+        assert_eq!((found.forwarded, found.not_forwarded), ("unfragmented", None));
     }
 
     #[test]
     fn only_what_the_programs_know_is_sent_to() {
-        let found = expected("native").taking(false);
-        assert!(found.takes == NO && found.takes_none.is_some(), "{found:?}");
-        let none = XdpView { takes: NO, takes_none: Some("why".to_owned()), ..expected("native") };
-        assert_eq!(none.clone().taking(false), none);
+        let found = expected("native").limited_to(false);
+        assert!(found.forwarded == NO && found.not_forwarded.is_some(), "{found:?}");
+        let none = XdpView { forwarded: NO, not_forwarded: Some("why".to_owned()), ..expected("native") };
+        assert_eq!(none.clone().limited_to(false), none);
     }
 }

@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::{
     service_filter::ServiceFilter,
     table::{bytes, table},
-    xdp::{self, PodInterfaces, XdpView},
+    xdp::{self, WorkloadInterfaces, XdpView},
 };
 use crate::{
     cleanup::{Found, Part},
@@ -231,9 +231,9 @@ pub(super) struct StatusView {
     pub(super) unattached: Vec<String>,
     /// The state of XDP on uplinks. Empty without `ebpf.xdp`.
     pub(super) xdp: Vec<XdpView>,
-    /// The number of pods' interfaces, by whether XDP sends packets to them. `None` without
+    /// The number of workload interfaces, by whether XDP forwards packets to them. `None` without
     /// `ebpf.xdp`.
-    pub(super) pod_interfaces: Option<PodInterfaces>,
+    pub(super) workload_interfaces: Option<WorkloadInterfaces>,
     /// The seconds for which everything is served without a controller. 0: nothing is translated
     /// any more. `None`: there is no end.
     pub(super) withdraws_in: Option<u64>,
@@ -336,7 +336,7 @@ impl StatusView {
             sources: record.filter(|_| alive).map(|record| record.sources),
             hooks: Vec::new(),
             xdp: Vec::new(),
-            pod_interfaces: None,
+            workload_interfaces: None,
             withdraws_in: None,
             maps: Vec::new(),
             counters: Vec::new(),
@@ -444,7 +444,7 @@ impl StatusView {
         let others: Vec<_> = self.hooks.iter().flat_map(HookView::rows_of_others).collect();
         part(others.len(), table(["PROGRAM OF ANOTHER", "INTERFACE", "HOOK", "RUNS"], others));
         part(self.xdp.len(), xdp::text("XDP", &self.xdp));
-        let pods = self.pod_interfaces.as_ref().map(PodInterfaces::text);
+        let pods = self.workload_interfaces.as_ref().map(WorkloadInterfaces::text);
         part(pods.iter().len(), pods.unwrap_or_default());
         // The storage of sockets has no capacity: an entry lives and dies with its socket.
         let sized: Vec<_> = self.maps.iter().filter(|of| of.capacity > 0).collect();

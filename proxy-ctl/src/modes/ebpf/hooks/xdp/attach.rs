@@ -21,7 +21,7 @@ use crate::{
             load::Programs,
             xdp::{
                 choice::{choose, refusal, word},
-                redirect::{Takes, gives, takes},
+                redirect::{ForwardedFrames, forwarded_frames, is_redirect_source},
             },
         },
         maps::{paths::Paths, pins::LinkPins},
@@ -73,18 +73,18 @@ pub(crate) struct Redirects {
 struct Redirection {
     /// The interface's own link address. XDP redirects frames to this address out by other
     /// interfaces, and leaves frames to other addresses alone. `None` if XDP may redirect none.
-    gives: Option<LinkAddress>,
-    takes: Option<Takes>,
+    source: Option<LinkAddress>,
+    forwarded: Option<ForwardedFrames>,
     role: Role,
 }
 
 impl Redirection {
     fn of(configured: Xdp, attached: Option<XdpMode>, interface: &Interface, facts: &DeviceFacts) -> Self {
-        let takes = takes(configured, attached, interface, facts, device::cpus());
+        let forwarded = forwarded_frames(configured, attached, interface, facts, device::cpus());
         let address = interface.link_address.map(|bytes| LinkAddress { bytes, _padding: [0; 2] });
         Self {
-            gives: address.filter(|_| attached.is_some_and(|mode| gives(mode, facts))),
-            takes: takes.ok(),
+            source: address.filter(|_| attached.is_some_and(|mode| is_redirect_source(mode, facts))),
+            forwarded: forwarded.ok(),
             role: interface.role,
         }
     }
@@ -153,14 +153,14 @@ impl XdpHooks {
         let room = REDIRECTS as usize / KEYS_OF_TARGET / 2;
         let (uplinks, pods): (Vec<_>, Vec<_>) =
             self.redirections.iter().partition(|(_, redirection)| redirection.role == Role::Uplink);
-        let pods = pods.into_iter().filter(|(_, pod)| pod.takes.is_some());
+        let pods = pods.into_iter().filter(|(_, pod)| pod.forwarded.is_some());
         for (&interface, redirection) in uplinks.into_iter().chain(pods).take(room) {
-            redirects.sources.extend(redirection.gives.map(|address| (interface, address)));
+            redirects.sources.extend(redirection.source.map(|address| (interface, address)));
             let key = if redirection.role == Role::Workload { interface | TO_POD } else { interface };
-            let keys: &[u32] = match redirection.takes {
+            let keys: &[u32] = match redirection.forwarded {
                 None => &[],
-                Some(Takes::Whole) => &[key],
-                Some(Takes::All) => &[key, key | IN_FRAGMENTS],
+                Some(ForwardedFrames::Unfragmented) => &[key],
+                Some(ForwardedFrames::All) => &[key, key | IN_FRAGMENTS],
             };
             let target = RedirectTarget { interface, program: 0 };
             redirects.targets.extend(keys.iter().map(|key| (*key, target)));
@@ -214,7 +214,7 @@ impl XdpHooks {
         // If this is false, the pod can take no frames, and the kernel is not asked in vain.
         let is_possible = self.configured != Xdp::Generic
             && interface.bridge.is_none()
-            && self.redirections.values().any(|uplink| uplink.gives.is_some());
+            && self.redirections.values().any(|uplink| uplink.source.is_some());
         // Most pods take no frames.
         if !is_possible || !device::takes_frames(interface.index, &interface.name) {
             self.redirections.remove(&interface.index);
@@ -325,33 +325,39 @@ mod tests {
         /// The index of the first interface of a pod.
         const PODS: u32 = 1_000;
         const OWN: LinkAddress = LinkAddress { bytes: [2, 0, 0, 0, 0, 1], _padding: [0; 2] };
-        let of = |redirections: Vec<(u32, Option<LinkAddress>, Option<Takes>)>| {
+        let of = |redirections: Vec<(u32, Option<LinkAddress>, Option<ForwardedFrames>)>| {
             let redirections = redirections
                 .into_iter()
-                .map(|(interface, gives, takes)| {
+                .map(|(interface, source, forwarded)| {
                     let role = if interface < PODS { Role::Uplink } else { Role::Workload };
-                    (interface, Redirection { gives, takes, role })
+                    (interface, Redirection { source, forwarded, role })
                 })
                 .collect();
             XdpHooks { redirections, ..XdpHooks::new(Xdp::Native) }.redirects()
         };
         let target = |interface| RedirectTarget { interface, program: 0 };
-        let without_other = vec![(2, Some(OWN), Some(Takes::All)), (3, None, None)];
+        let without_other = vec![(2, Some(OWN), Some(ForwardedFrames::All)), (3, None, None)];
         assert_eq!(of(without_other), Redirects::default());
-        let found =
-            of(vec![(2, Some(OWN), None), (3, None, Some(Takes::All)), (4, Some(OWN), Some(Takes::Whole))]);
+        let found = of(vec![
+            (2, Some(OWN), None),
+            (3, None, Some(ForwardedFrames::All)),
+            (4, Some(OWN), Some(ForwardedFrames::Unfragmented)),
+        ]);
         let expected = Redirects {
             sources: [(2, OWN), (4, OWN)].into(),
             targets: [(3, target(3)), (3 | IN_FRAGMENTS, target(3)), (4, target(4))].into(),
         };
         assert_eq!(found, expected);
-        let with_pod =
-            of(vec![(2, Some(OWN), None), (PODS, None, Some(Takes::Whole)), (PODS + 1, None, None)]);
+        let with_pod = of(vec![
+            (2, Some(OWN), None),
+            (PODS, None, Some(ForwardedFrames::Unfragmented)),
+            (PODS + 1, None, None),
+        ]);
         assert_eq!(with_pod.targets, [(PODS | TO_POD, target(PODS))].into());
-        let many_pods = (PODS..).take(REDIRECTS as usize).map(|pod| (pod, None, Some(Takes::All)));
-        let with_many = of(many_pods.chain([(2, Some(OWN), Some(Takes::Whole))]).collect());
+        let many_pods = (PODS..).take(REDIRECTS as usize).map(|pod| (pod, None, Some(ForwardedFrames::All)));
+        let with_many = of(many_pods.chain([(2, Some(OWN), Some(ForwardedFrames::Unfragmented))]).collect());
         assert!(with_many.targets.contains_key(&2), "uplinks come first");
-        let many = of((1..=REDIRECTS).map(|index| (index, Some(OWN), Some(Takes::All))).collect());
+        let many = of((1..=REDIRECTS).map(|index| (index, Some(OWN), Some(ForwardedFrames::All))).collect());
         assert_eq!(many.targets.len(), REDIRECTS as usize / 2, "no more than there is room for");
     }
 }

@@ -12,16 +12,16 @@ use crate::{
 
 /// The frames from other interfaces that an interface can send.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Takes {
+pub enum ForwardedFrames {
     /// Frames in one piece.
-    Whole,
+    Unfragmented,
     /// Frames in one piece and frames in fragments.
     All,
 }
 
 /// The reason why frames from other interfaces do not leave by an interface.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-pub enum NotTaken {
+pub enum NotForwarded {
     #[error("its packets have no Ethernet header")]
     Bare,
     #[error("it is a VLAN, and frames would leave without their tag")]
@@ -63,56 +63,56 @@ const OF_OLD: [&str; 5] = ["bnxt_en", "i40e", "ice", "ixgbe", "mlx5_core"];
 /// number, or not at all.
 const SHARE_QUEUES: [&str; 7] = ["bnxt_en", "ena", "ice", "ixgbe", "tun", "veth", "virtio_net"];
 
-/// Returns which frames an interface takes where the programs run as `configured`. `attached` is
-/// how the program on the interface itself runs.
-pub fn takes(
+/// Returns which frames XDP forwards to an interface where the programs run as `configured`.
+/// `attached` is how the program on the interface itself runs.
+pub fn forwarded_frames(
     configured: Xdp,
     attached: Option<XdpMode>,
     interface: &Interface,
     facts: &DeviceFacts,
     cpus: u32,
-) -> Result<Takes, NotTaken> {
+) -> Result<ForwardedFrames, NotForwarded> {
     let driver = facts.driver.clone().unwrap_or_else(|| "unknown".to_owned());
     if !interface.ethernet {
-        return Err(NotTaken::Bare);
+        return Err(NotForwarded::Bare);
     }
     match (configured, interface.device, interface.role) {
-        (_, Device::Vlan(_), _) => return Err(NotTaken::Vlan),
-        (_, Device::Bond, _) => return Err(NotTaken::Bond),
+        (_, Device::Vlan(_), _) => return Err(NotForwarded::Vlan),
+        (_, Device::Bond, _) => return Err(NotForwarded::Bond),
         // The stack sends these frames.
-        (Xdp::Generic, _, Role::Uplink) => return Ok(Takes::Whole),
-        (Xdp::Generic, _, Role::Workload) => return Err(NotTaken::Generic),
+        (Xdp::Generic, _, Role::Uplink) => return Ok(ForwardedFrames::Unfragmented),
+        (Xdp::Generic, _, Role::Workload) => return Err(NotForwarded::Generic),
         (_, _, Role::Workload) => nothing_acts_on_pods_packets(interface, facts)?,
-        (Xdp::Auto, Device::Other, Role::Uplink) => return Err(NotTaken::NoCard(driver)),
+        (Xdp::Auto, Device::Other, Role::Uplink) => return Err(NotForwarded::NoCard(driver)),
         (Xdp::Auto | Xdp::Native | Xdp::Off, Device::Card | Device::Other, _) => {}
     }
-    let takes = match facts.xdp {
-        Some(features) if features.has(XdpFeatures::SENDS_FRAGMENTS) => Takes::All,
-        Some(features) if features.has(XdpFeatures::SENDS) => Takes::Whole,
-        Some(_) => return Err(NotTaken::NoDriver(driver)),
-        None if !OF_OLD.contains(&driver.as_str()) => return Err(NotTaken::NotTold(driver)),
-        None if attached != Some(XdpMode::Native) => return Err(NotTaken::NoProgram),
-        None => Takes::Whole,
+    let forwarded = match facts.xdp {
+        Some(features) if features.has(XdpFeatures::SENDS_FRAGMENTS) => ForwardedFrames::All,
+        Some(features) if features.has(XdpFeatures::SENDS) => ForwardedFrames::Unfragmented,
+        Some(_) => return Err(NotForwarded::NoDriver(driver)),
+        None if !OF_OLD.contains(&driver.as_str()) => return Err(NotForwarded::NotTold(driver)),
+        None if attached != Some(XdpMode::Native) => return Err(NotForwarded::NoProgram),
+        None => ForwardedFrames::Unfragmented,
     };
     let shares = facts.xdp.is_some() && SHARE_QUEUES.contains(&driver.as_str());
     match facts.queues {
         Some(queues) if queues < cpus && !shares => {
-            Err(NotTaken::FewQueues { interface: interface.name.clone(), driver, queues, cpus })
+            Err(NotForwarded::FewQueues { interface: interface.name.clone(), driver, queues, cpus })
         }
-        Some(_) | None => Ok(takes),
+        Some(_) | None => Ok(forwarded),
     }
 }
 
 /// Checks that nothing acts on a pod's packets at the host's end of its interface. Packets that XDP
 /// sends to a pod, and their answers, would bypass it.
-fn nothing_acts_on_pods_packets(interface: &Interface, facts: &DeviceFacts) -> Result<(), NotTaken> {
+fn nothing_acts_on_pods_packets(interface: &Interface, facts: &DeviceFacts) -> Result<(), NotForwarded> {
     /// Our programs: one for each direction.
     const OURS: usize = 2;
     match (&interface.bridge, &facts.discipline) {
-        (Some(bridge), _) => Err(NotTaken::Port(bridge.clone())),
-        (None, Some(discipline)) => Err(NotTaken::Queueing(discipline.clone())),
+        (Some(bridge), _) => Err(NotForwarded::Port(bridge.clone())),
+        (None, Some(discipline)) => Err(NotForwarded::Queueing(discipline.clone())),
         (None, None) if facts.filters != Some(false) || facts.programs.is_none_or(|count| count > OURS) => {
-            Err(NotTaken::Filters)
+            Err(NotForwarded::Filters)
         }
         (None, None) => Ok(()),
     }
@@ -120,7 +120,7 @@ fn nothing_acts_on_pods_packets(interface: &Interface, facts: &DeviceFacts) -> R
 
 /// Returns true if frames that came in by an uplink may leave by other interfaces. `attached` is
 /// how the program runs on the uplink.
-pub fn gives(attached: XdpMode, facts: &DeviceFacts) -> bool {
+pub fn is_redirect_source(attached: XdpMode, facts: &DeviceFacts) -> bool {
     match (attached, facts.xdp) {
         (XdpMode::Generic, _) => true,
         (XdpMode::Native, Some(features)) => features.has(XdpFeatures::REDIRECTS),
@@ -156,46 +156,46 @@ mod tests {
         Interface { role: Role::Workload, ..Interface::uplink(Device::Other) }
     }
 
-    fn few(driver: &str) -> Result<Takes, NotTaken> {
+    fn few(driver: &str) -> Result<ForwardedFrames, NotForwarded> {
         let (interface, driver) = ("eth0".to_owned(), driver.to_owned());
-        Err(NotTaken::FewQueues { interface, driver, queues: 3, cpus: CPUS })
+        Err(NotForwarded::FewQueues { interface, driver, queues: 3, cpus: CPUS })
     }
 
     const VLAN: Device = Device::Vlan(Vlan { below: 3, protocol: 0x8100, id: 10 });
     const NATIVE: Option<XdpMode> = Some(XdpMode::Native);
-    const WHOLE: Result<Takes, NotTaken> = Ok(Takes::Whole);
+    const UNFRAGMENTED: Result<ForwardedFrames, NotForwarded> = Ok(ForwardedFrames::Unfragmented);
 
     #[rstest]
-    #[case::that_takes_any(Xdp::Auto, NATIVE, card(), device("i40e", Some(SENDS)), WHOLE)]
-    #[case::that_takes_fragments(
+    #[case::that_sends_any(Xdp::Auto, NATIVE, card(), device("i40e", Some(SENDS)), UNFRAGMENTED)]
+    #[case::that_sends_fragments(
         Xdp::Auto,
         NATIVE,
         card(),
         device("i40e", Some(SENDS | XdpFeatures::SENDS_FRAGMENTS.0)),
-        Ok(Takes::All)
+        Ok(ForwardedFrames::All)
     )]
-    #[case::without_a_program(Xdp::Auto, None, card(), device("some", Some(SENDS)), WHOLE)]
-    #[case::that_takes_none(
+    #[case::without_a_program(Xdp::Auto, None, card(), device("some", Some(SENDS)), UNFRAGMENTED)]
+    #[case::that_sends_none(
         Xdp::Native,
         NATIVE,
         card(),
         device("veth", Some(XdpFeatures::BASIC.0)),
-        Err(NotTaken::NoDriver("veth".into()))
+        Err(NotForwarded::NoDriver("veth".into()))
     )]
-    #[case::of_an_old_kernel(Xdp::Auto, NATIVE, card(), device("i40e", None), WHOLE)]
+    #[case::of_an_old_kernel(Xdp::Auto, NATIVE, card(), device("i40e", None), UNFRAGMENTED)]
     #[case::of_an_old_kernel_without_a_program(
         Xdp::Auto,
         None,
         card(),
         device("i40e", None),
-        Err(NotTaken::NoProgram)
+        Err(NotForwarded::NoProgram)
     )]
     #[case::of_an_old_kernel_and_not_known(
         Xdp::Native,
         NATIVE,
         card(),
         device("veth", None),
-        Err(NotTaken::NotTold("veth".into()))
+        Err(NotForwarded::NotTold("veth".into()))
     )]
     #[case::few_queues(
         Xdp::Auto,
@@ -209,7 +209,7 @@ mod tests {
         NATIVE,
         card(),
         with_queues(Some(3), device("ice", Some(SENDS))),
-        WHOLE
+        UNFRAGMENTED
     )]
     #[case::few_queues_of_an_old_kernel(
         Xdp::Auto,
@@ -223,102 +223,102 @@ mod tests {
         NATIVE,
         card(),
         with_queues(None, device("i40e", Some(SENDS))),
-        WHOLE
+        UNFRAGMENTED
     )]
     #[case::bare(
         Xdp::Generic,
         None,
         Interface { ethernet: false, ..card() },
         device("ipip", None),
-        Err(NotTaken::Bare)
+        Err(NotForwarded::Bare)
     )]
-    #[case::vlan(Xdp::Generic, None, Interface::uplink(VLAN), device("vlan", None), Err(NotTaken::Vlan))]
+    #[case::vlan(Xdp::Generic, None, Interface::uplink(VLAN), device("vlan", None), Err(NotForwarded::Vlan))]
     #[case::bond(
         Xdp::Native,
         NATIVE,
         Interface::uplink(Device::Bond),
         device("bond", Some(SENDS)),
-        Err(NotTaken::Bond)
+        Err(NotForwarded::Bond)
     )]
     #[case::by_the_stack(
         Xdp::Generic,
         None,
         Interface::uplink(Device::Other),
         device("bridge", Some(0)),
-        WHOLE
+        UNFRAGMENTED
     )]
     #[case::device_of_the_kernel(
         Xdp::Auto,
         NATIVE,
         Interface::uplink(Device::Other),
         device("veth", Some(SENDS)),
-        Err(NotTaken::NoCard("veth".into()))
+        Err(NotForwarded::NoCard("veth".into()))
     )]
-    #[case::of_a_pod(Xdp::Auto, None, pod(), device("veth", Some(SENDS)), WHOLE)]
+    #[case::of_a_pod(Xdp::Auto, None, pod(), device("veth", Some(SENDS)), UNFRAGMENTED)]
     #[case::of_a_pod_without_gro(
         Xdp::Native,
         None,
         pod(),
         device("veth", Some(0)),
-        Err(NotTaken::NoDriver("veth".into()))
+        Err(NotForwarded::NoDriver("veth".into()))
     )]
     #[case::of_a_pod_on_a_bridge(
         Xdp::Native,
         None,
         Interface { bridge: Some("cni0".into()), ..pod() },
         device("veth", Some(SENDS)),
-        Err(NotTaken::Port("cni0".into()))
+        Err(NotForwarded::Port("cni0".into()))
     )]
     #[case::of_a_pod_whose_rate_is_limited(
         Xdp::Native,
         None,
         pod(),
         DeviceFacts { discipline: Some("tbf".into()), ..device("veth", Some(SENDS)) },
-        Err(NotTaken::Queueing("tbf".into()))
+        Err(NotForwarded::Queueing("tbf".into()))
     )]
     #[case::of_a_pod_that_another_program_looks_at(
         Xdp::Native,
         None,
         pod(),
         DeviceFacts { programs: Some(3), ..device("veth", Some(SENDS)) },
-        Err(NotTaken::Filters)
+        Err(NotForwarded::Filters)
     )]
     #[case::of_a_pod_before_tcx(
         Xdp::Native,
         None,
         pod(),
         DeviceFacts { programs: None, ..device("veth", Some(SENDS)) },
-        Err(NotTaken::Filters)
+        Err(NotForwarded::Filters)
     )]
     #[case::of_a_pod_with_filters(
         Xdp::Native,
         None,
         pod(),
         DeviceFacts { filters: Some(true), ..device("veth", Some(SENDS)) },
-        Err(NotTaken::Filters)
+        Err(NotForwarded::Filters)
     )]
     #[case::of_a_pod_by_the_stack(
         Xdp::Generic,
         None,
         pod(),
         device("veth", Some(SENDS)),
-        Err(NotTaken::Generic)
+        Err(NotForwarded::Generic)
     )]
     #[case::any_driver(
         Xdp::Native,
         NATIVE,
         Interface::uplink(Device::Other),
         device("veth", Some(SENDS)),
-        WHOLE
+        UNFRAGMENTED
     )]
     fn what_uplinks_take(
         #[case] configured: Xdp,
         #[case] attached: Option<XdpMode>,
         #[case] interface: Interface,
         #[case] facts: DeviceFacts,
-        #[case] expected: Result<Takes, NotTaken>,
+        #[case] expected: Result<ForwardedFrames, NotForwarded>,
     ) {
-        assert_eq!(takes(configured, attached, &interface, &facts, CPUS), expected);
+        assert_eq!(forwarded_frames(configured, attached, &interface, &facts, CPUS), expected);
     }
 
     #[rstest]
@@ -332,6 +332,6 @@ mod tests {
         #[case] facts: DeviceFacts,
         #[case] expected: bool,
     ) {
-        assert_eq!(gives(attached, &facts), expected);
+        assert_eq!(is_redirect_source(attached, &facts), expected);
     }
 }

@@ -142,12 +142,12 @@ impl std::fmt::Display for Part {
 pub struct Retained {
     pub location: String,
     pub name: String,
-    pub why: String,
+    pub reason: String,
 }
 
 impl Retained {
-    fn new(location: String, name: String, why: String) -> Self {
-        Self { location, name, why }
+    fn new(location: String, name: String, reason: String) -> Self {
+        Self { location, name, reason }
     }
 }
 

@@ -55,8 +55,8 @@ impl Remains {
         self.waiting = removal.waiting;
         for retained in removal.retained {
             if !self.retained.contains(&retained) {
-                let Retained { location, name, why } = &retained;
-                tracing::warn!(location, name, "of the former mode, {why}");
+                let Retained { location, name, reason } = &retained;
+                tracing::warn!(location, name, "of the former mode, {reason}");
                 self.retained.push(retained);
             }
         }

@@ -89,9 +89,9 @@ const PROBE_HELP: &str = "Examples:
 
 This command changes nothing. The exit code is 1 if the mode that was asked for cannot run here, even if another mode replaces it.
 
-JSON: {facts: {kernel, btf, programs, cgroup2, bpffs, capabilities[], packetHook, refusesWith, endsSocketsOf, nftablesModules, iptables[], routeLocalnet, ipvsModules, ipvsParameters, ipsetProtocol, redirect}, modes[]: {mode, canRun, needs[]: name of a fact, missing[], remarks[]}, requested, choice: {mode, reasons[], fallback: text or null} or null, refusal: text or null, formerKubeProxy: {left[]: {location, what, count}, heldBackBy[], unknown[]}, xdp: {asked, uplinks[]: {interface, xdp, reason, forwarded, notForwarded: text or null}}}.
+JSON: {facts: {kernel, btf, programs, cgroup2, bpffs, capabilities[], packetHook, refusesWith, endsSocketsOf, nftablesModules, iptables[], routeLocalnet, ipvsModules, ipvsParameters, ipsetProtocol, redirect}, modes[]: {mode, canRun, needs[]: name of a fact, missing[], remarks[]}, requested, choice: {mode, reasons[], fallback: text or null} or null, refusal: text or null, formerKubeProxy: {left[]: {location, what, count}, blockedBy[], unknown[]}, xdp: {requested, uplinks[]: {interface, xdp, reason, forwarded, notForwarded: text or null}}}.
 
-asked is the value of ebpf.xdp. If it is off, uplinks says what auto would do. forwarded says which frames from other uplinks XDP forwards to this one: all, unfragmented or no.";
+requested is the value of ebpf.xdp. If it is off, uplinks says what auto would do. forwarded says which frames from other uplinks XDP forwards to this one: all, unfragmented or no.";
 
 /// Show the configuration that `run` would have, and where each value comes from
 #[derive(Debug, ClapArgs)]
@@ -157,7 +157,7 @@ const STATUS_HELP: &str = "Example:
 
 The exit code is 1 if the caller may not read everything.
 
-JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind, others[]: {name, hook, isBefore}}, xdp[]: as xdp.uplinks[] of `probe`, workloadInterfaces, with ebpf.xdp: {forwarded: number of interfaces to which XDP forwards packets for pods, notForwarded: {reason: count}}, withdrawsIn: seconds, maps[]: {name, used, capacity, bytes}, counters[]: {reason, count}, formerKubeProxy: {left[]: {location, what, count}, heldBackBy[], unknown[]}, unservedFields[]: {namespace, name, port, protocol, family, field, effect, instead}, notReadable[]: what the caller may not read, and why}.
+JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind, others[]: {name, hook, isBefore}}, xdp[]: as xdp.uplinks[] of `probe`, workloadInterfaces, with ebpf.xdp: {forwarded: number of interfaces to which XDP forwards packets for pods, notForwarded: {reason: count}}, withdrawsIn: seconds, maps[]: {name, used, capacity, bytes}, counters[]: {reason, count}, formerKubeProxy: {left[]: {location, what, count}, blockedBy[], unknown[]}, unservedFields[]: {namespace, name, port, protocol, family, field, effect, instead}, unreadable[]: what the caller may not read, and why}.
 
 A value that is not known is null. effect is servedDifferently, handedOver, leftToNode, partlyServed or notServed.";
 
@@ -227,7 +227,7 @@ const FLOWS_HELP: &str = "Examples:
 
 Connections that socket hooks have sent to a backend are not listed, because they are plain connections to it, without a flow. The list is the same if the controller is down. An address after `via` is the source that the backend sees.
 
-JSON: a list of {service: {namespace, name, port} or null, protocol, client, frontend, backend, masquerade, direct, state, age: seconds, idle: seconds}; a value that is not known is null.";
+JSON: a list of {service: {namespace, name, port} or null, protocol, client, frontend, backend, masquerade, dsr, state, age: seconds, idle: seconds}; a value that is not known is null.";
 
 /// Show who connects, and who is refused or dropped, as it happens
 #[derive(Debug, ClapArgs)]
@@ -312,7 +312,7 @@ const CLEANUP_HELP: &str = "Examples:
 
 Connections to Services that the packet programs translate end. The exit code is 1 if something could not be removed.
 
-JSON: {removed: {links[], filters, objects[]}, problems[]}; with --kube-proxy also kubeProxy: {removed[]: {location, what, count}, kept[]: {location, name, why}}.";
+JSON: {removed: {links[], filters, objects[]}, problems[]}; with --kube-proxy also kubeProxy: {removed[]: {location, what, count}, kept[]: {location, name, reason}}.";
 
 /// Wait until a DaemonSet is ready on every node, as `kubectl rollout status` does
 #[derive(Debug, ClapArgs)]

@@ -110,8 +110,10 @@ fn in_words(bpffs: &Path, own: &Removed, former: Option<&cleanup::Removal>) -> S
         table(["OWNER", "WHERE", "REMOVED", "NUMBER"], removed)
     };
     if !former.retained.is_empty() {
-        let kept =
-            former.retained.iter().map(|kept| [kept.location.clone(), kept.name.clone(), kept.why.clone()]);
+        let kept = former
+            .retained
+            .iter()
+            .map(|kept| [kept.location.clone(), kept.name.clone(), kept.reason.clone()]);
         text.push('\n');
         text.push_str(&table(["WHERE", "STAYS", "WHY"], kept));
     }
@@ -129,7 +131,7 @@ mod tests {
         let location = "nftables ip nat".to_owned();
         let former = cleanup::Removal {
             parts: vec![Part { location: location.clone(), what: PartKind::Chains, count: 12 }],
-            retained: vec![Retained { location, name: "KUBE-SVC-A".into(), why: "emptied".into() }],
+            retained: vec![Retained { location, name: "KUBE-SVC-A".into(), reason: "emptied".into() }],
             ..cleanup::Removal::default()
         };
         let text = in_words(Path::new("/sys/fs/bpf"), &own, Some(&former));

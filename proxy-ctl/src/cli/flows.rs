@@ -47,7 +47,7 @@ struct FlowView<'a> {
     frontend: Option<SocketAddr>,
     backend: SocketAddr,
     masquerade: Option<SocketAddr>,
-    direct: bool,
+    dsr: bool,
     state: FlowState,
     /// The age in seconds. `idle` is in seconds too.
     age: u64,
@@ -63,7 +63,7 @@ impl<'a> FlowView<'a> {
             frontend: flow.frontend,
             backend: flow.backend,
             masquerade: flow.masquerade,
-            direct: flow.direct,
+            dsr: flow.dsr,
             state: flow.state,
             age: flow.age.as_secs(),
             idle: flow.idle.as_secs(),
@@ -164,7 +164,7 @@ fn narrow_row([service, protocol, client, frontend, backend, state, age, idle]: 
 
 fn row(flow: &FlowSnapshot) -> [String; 8] {
     let or_dash = |end: Option<SocketAddr>| end.map_or_else(|| "-".to_owned(), |end| end.to_string());
-    let backend = match (flow.masquerade, flow.direct) {
+    let backend = match (flow.masquerade, flow.dsr) {
         (Some(masquerade), _) => format!("{}\nvia {masquerade}", flow.backend),
         (None, true) => format!("{}\nanswers directly", flow.backend),
         (None, false) => flow.backend.to_string(),
@@ -214,7 +214,7 @@ mod tests {
             frontend: "10.96.0.1:80".parse().ok(),
             backend: "10.244.2.3:8080".parse().unwrap(),
             masquerade: None,
-            direct: false,
+            dsr: false,
             protocol: Protocol::Tcp,
             state: FlowState::Established,
             age: Duration::from_millis(61_900),
@@ -258,8 +258,8 @@ mod tests {
     #[test]
     fn flows_for_people() {
         let masqueraded = FlowSnapshot { masquerade: "172.18.0.2:1024".parse().ok(), ..web() };
-        let direct = FlowSnapshot { direct: true, ..web() };
-        let text = in_words(Some(&[web(), masqueraded, direct]), Some(Mode::Ebpf), 1_000);
+        let dsr = FlowSnapshot { dsr: true, ..web() };
+        let text = in_words(Some(&[web(), masqueraded, dsr]), Some(Mode::Ebpf), 1_000);
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(
             lines[0],
@@ -295,7 +295,7 @@ mod tests {
             serde_json::to_value(FlowView::new(&flow)).unwrap(),
             serde_json::json!({
                 "service": null, "protocol": "TCP", "client": "10.244.1.7:40000", "frontend": null,
-                "backend": "10.244.2.3:8080", "masquerade": null, "direct": false, "state": "established", "age": 61, "idle": 1
+                "backend": "10.244.2.3:8080", "masquerade": null, "dsr": false, "state": "established", "age": 61, "idle": 1
             })
         );
         assert_eq!(serde_json::to_value(FlowView::new(&web())).unwrap()["service"]["port"], "http");

@@ -165,6 +165,6 @@ fn as_json(
         "choice": chosen,
         "refusal": choice.as_ref().err().map(ToString::to_string),
         "formerKubeProxy": former,
-        "xdp": {"asked": uplinks.configured.word(), "uplinks": uplinks.xdp},
+        "xdp": {"requested": uplinks.configured.word(), "uplinks": uplinks.xdp},
     })
 }

@@ -149,16 +149,16 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     let starting = modes::controller(bpffs).filter(|process| !speaks(process));
     let interfaces = record.as_ref().map(|record| record.interfaces.clone()).unwrap_or_default();
     let keeps = record.as_ref().map(Record::keeps).unwrap_or_default();
-    let held_back_by =
+    let blocked_by =
         record.as_ref().filter(|record| record.is_alive()).map(|record| record.removal_blockers.clone());
     let mut status = StatusView::new(record.clone(), programmed.as_ref().map(|(mode, _)| *mode), starting);
     if let Some(error) = &denied {
-        status.not_readable(format!("hooks, maps, counters and the lease: {error}"));
+        status.unreadable(format!("hooks, maps, counters and the lease: {error}"));
     }
     if let Some(error) = &record_denied {
-        status.not_readable(error.to_string());
+        status.unreadable(error.to_string());
     }
-    status.former_kube_proxy = FormerView::new(&cleanup::find(&keeps), held_back_by.unwrap_or_default());
+    status.former_kube_proxy = FormerView::new(&cleanup::find(&keeps), blocked_by.unwrap_or_default());
     if let Some((_, programmed)) = programmed {
         let Snapshot { hooks, lease, node, .. } = programmed.snapshot()?;
         status.withdraws_in = lease.map(|left| left.as_secs() + u64::from(left.subsec_nanos() > 0));

@@ -235,7 +235,7 @@ async fn metrics_in_the_text_format_that_kube_proxy_gives() {
         r#"proxy_reasons_total{reason="no_endpoints",verdict="refuse"} 7"#,
         r#"proxy_service_connections_total{namespace="default",service="web",port="http",protocol="TCP",ip_family="IPv4"} 2"#,
         r#"proxy_service_bytes_total{namespace="default",service="web",port="http",protocol="TCP",ip_family="IPv4"} 1500"#,
-        "proxy_services_not_counted 3",
+        "proxy_uncounted_service_ports 3",
         "# TYPE process_cpu_seconds_total counter",
     ] {
         assert!(body.lines().any(|found| found == line), "{line} is not in\n{body}");

@@ -47,7 +47,7 @@ pub struct FlowSnapshot {
     pub masquerade: Option<SocketAddr>,
     /// True if the backend is on another node and answers the client itself. This node does not see
     /// the answers.
-    pub direct: bool,
+    pub dsr: bool,
     pub protocol: Protocol,
     pub state: FlowState,
     pub age: Duration,

@@ -448,7 +448,7 @@ impl Reported {
                 location = retained.location,
                 name = retained.name,
                 "of another kube-proxy, {}",
-                retained.why
+                retained.reason
             );
         }
     }
@@ -534,7 +534,7 @@ mod tests {
     #[test]
     fn a_retained_chain_is_logged_once() {
         let retained =
-            |name: &str| Retained { location: "nat".into(), name: name.into(), why: "in use".into() };
+            |name: &str| Retained { location: "nat".into(), name: name.into(), reason: "in use".into() };
         let mut reported = Reported::default();
         assert_eq!(reported.new_retained(&[retained("KUBE-A")]), [&retained("KUBE-A")]);
         assert_eq!(reported.new_retained(&[retained("KUBE-A"), retained("KUBE-B")]), [&retained("KUBE-B")]);

@@ -50,7 +50,7 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
         tracing::warn!("{warning}");
     }
     let why = choice.chosen.reasons.join("; ");
-    tracing::info!(mode = %choice.modes.active, node = %settings.node_name, why, "starting");
+    tracing::info!(mode = %choice.modes.active, node = %settings.node_name, reasons = why, "starting");
     if settings.init_only {
         return initialize(&settings.config, choice.modes.active);
     }

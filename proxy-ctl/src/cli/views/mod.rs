@@ -243,7 +243,7 @@ pub(super) struct StatusView {
     /// The fields of Services that are not served as asked, by service port.
     pub(super) unserved_fields: Vec<UnservedFieldRecord>,
     /// The things that the caller may not read, each with the reason.
-    pub(super) not_readable: Vec<String>,
+    pub(super) unreadable: Vec<String>,
 }
 
 /// The rules that another kube-proxy has left on this node.
@@ -252,25 +252,25 @@ pub(super) struct StatusView {
 pub(super) struct FormerView {
     pub(super) left: Vec<Part>,
     /// The service ports that are not served, each with the reason. The rules stay because of them.
-    pub(super) held_back_by: Vec<String>,
+    pub(super) blocked_by: Vec<String>,
     /// The reasons why there may be more rules than were found.
     pub(super) unknown: Vec<String>,
 }
 
 impl FormerView {
-    pub(super) fn new(found: &Found, held_back_by: Vec<String>) -> Self {
+    pub(super) fn new(found: &Found, blocked_by: Vec<String>) -> Self {
         let unknown = found.problems.iter().map(ToString::to_string).collect();
-        Self { left: found.parts.clone(), held_back_by, unknown }
+        Self { left: found.parts.clone(), blocked_by, unknown }
     }
 
     /// Returns a line about the rules. `None` if there is nothing to say.
     pub(super) fn text(&self) -> Option<String> {
         let left: Vec<String> = self.left.iter().map(Part::to_string).collect();
         let mut text = left.join(", ");
-        if !self.held_back_by.is_empty() {
+        if !self.blocked_by.is_empty() {
             text.push_str(&format!(
                 "; they stay because these are not served: {}",
-                self.held_back_by.join(", ")
+                self.blocked_by.join(", ")
             ));
         }
         if !self.unknown.is_empty() {
@@ -341,27 +341,27 @@ impl StatusView {
             maps: Vec::new(),
             counters: Vec::new(),
             former_kube_proxy: FormerView::default(),
-            not_readable: Vec::new(),
+            unreadable: Vec::new(),
         }
     }
 
     /// Notes that the caller may not read something. If no controller was found, it is then unknown
     /// whether one runs.
-    pub(super) fn not_readable(&mut self, what: String) {
-        self.not_readable.push(what);
+    pub(super) fn unreadable(&mut self, what: String) {
+        self.unreadable.push(what);
         self.controller.running = self.controller.running.filter(|running| *running);
     }
 
     pub(super) fn text(&self) -> String {
         let mut text = String::new();
         let mut line = |name: &str, value: &str| text.push_str(&format!("{name:<12}{value}\n"));
-        let no_mode = if self.not_readable.is_empty() {
+        let no_mode = if self.unreadable.is_empty() {
             "none: nothing of proxy-ctl is programmed on this node"
         } else {
             "not known"
         };
         line("mode", self.mode.as_deref().unwrap_or(no_mode));
-        for what in &self.not_readable {
+        for what in &self.unreadable {
             line("not read", what);
         }
         if let Some(fallback) = &self.fallback {

@@ -111,7 +111,7 @@ fn an_empty_state_says_what_to_do_next() {
 #[test]
 fn what_may_not_be_read_is_not_told_as_absent() {
     let mut status = StatusView::new(None, None, None);
-    status.not_readable("maps: Permission denied".into());
+    status.unreadable("maps: Permission denied".into());
     let text = status.text();
     for line in ["mode        not known", "controller  not known", "not read    maps: Permission denied"] {
         assert!(text.contains(line), "{text}");
@@ -119,13 +119,13 @@ fn what_may_not_be_read_is_not_told_as_absent() {
     assert!(!text.contains("none") && !text.contains("proxy-ctl run"), "{text}");
     let json = serde_json::to_value(&status).unwrap();
     assert_eq!(json["controller"]["running"], serde_json::Value::Null);
-    assert_eq!(json["notReadable"], serde_json::json!(["maps: Permission denied"]));
+    assert_eq!(json["unreadable"], serde_json::json!(["maps: Permission denied"]));
 }
 
 #[test]
 fn a_controller_that_runs_is_told_also_where_the_maps_may_not_be_read() {
     let mut status = StatusView::new(None, None, Some(4711));
-    status.not_readable("maps: Permission denied".into());
+    status.unreadable("maps: Permission denied".into());
     assert!(status.text().contains("controller  starting, pid 4711"), "{}", status.text());
 }
 

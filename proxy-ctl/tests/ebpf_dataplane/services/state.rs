@@ -176,7 +176,7 @@ fn service_connections(dataplane: &EbpfDataplane) -> (Vec<(String, u64)>, u64) {
     let samples = |name| &families.iter().find(|family| family.name == name).unwrap().samples;
     let counted = samples("proxy_service_connections").iter();
     let counted = counted.map(|(labels, count)| (labels[1].1.to_string(), *count)).collect();
-    (counted, samples("proxy_services_not_counted")[0].1)
+    (counted, samples("proxy_uncounted_service_ports")[0].1)
 }
 
 #[test]

@@ -132,7 +132,7 @@ impl StaleSockets {
                 Ok(Some(option)) => format!("the kernel lacks {option}"),
                 Err(error) => error.to_string(),
             };
-            tracing::warn!(?transport, why, "connected sockets stay with endpoints that are gone");
+            tracing::warn!(?transport, reason = why, "connected sockets stay with endpoints that are gone");
             false
         };
         // TCP needs a setting, because its clients notice by themselves, and an endpoint that goes

@@ -132,7 +132,7 @@ fn snapshot<F: MapFamily>(flow: &Flow<F::Address>, now: u64) -> Option<FlowSnaps
         frontend: Some(end(flow.frontend, flow.frontend_port())),
         backend: end(flow.backend, flow.backend_port()),
         masquerade,
-        direct: flow.flags & FLOW_DSR != 0,
+        dsr: flow.flags & FLOW_DSR != 0,
         protocol: entries::protocol(flow.protocol)?,
         state: state(flow),
         age: since(flow.opened),

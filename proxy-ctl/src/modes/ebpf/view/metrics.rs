@@ -32,7 +32,7 @@ pub(crate) fn families(
     families.extend(MetricFamily::of_services(services));
     families.extend([
         MetricFamily::gauge(
-            "proxy_services_not_counted",
+            "proxy_uncounted_service_ports",
             "Service ports whose connections are not counted: there are more than ebpf.limits.serviceCounters.",
             [([].into(), uncounted)],
         ),

@@ -68,10 +68,10 @@ reasons! {
     UnallocatedAddress = 9, Drop, "unallocated_address";
     /// A ping of a ClusterIP was answered (`ebpf.answerPing`).
     PingAnswered = 10, Pass, "ping_answered";
-    /// XDP has sent a packet on by the interface that it came by.
-    SentByDriver = 11, Pass, "sent_by_driver";
-    /// XDP has sent a packet on by another interface than it came by.
-    RedirectedByDriver = 12, Pass, "redirected_by_driver";
+    /// XDP has forwarded a packet by the interface that it came by.
+    ForwardedByXdp = 11, Pass, "forwarded_by_xdp";
+    /// XDP has forwarded a packet by another interface than it came by.
+    RedirectedByXdp = 12, Pass, "redirected_by_xdp";
     /// A pod's answer has skipped the stack, because XDP sends packets to that
     /// pod.
     AnswerSkippedStack = 14, Pass, "answer_skipped_stack";

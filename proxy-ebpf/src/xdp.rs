@@ -131,9 +131,9 @@ where
     match sent {
         Ok(()) => {
             let (reason, verdict) = if scratch.next_hop.interface != scratch.interface {
-                (Reason::RedirectedByDriver, xdp_action::XDP_REDIRECT)
+                (Reason::RedirectedByXdp, xdp_action::XDP_REDIRECT)
             } else {
-                (Reason::SentByDriver, xdp_action::XDP_TX)
+                (Reason::ForwardedByXdp, xdp_action::XDP_TX)
             };
             count(reason);
             // As the stack has it, without tags and outer headers.

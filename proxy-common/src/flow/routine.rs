@@ -54,7 +54,7 @@ pub enum Routine {
     /// Notes that the stack has let a packet of `flow` out.
     AllowForwarding,
     /// Notes that XDP sends the client's packets of `flow` to a pod, by `next_hop`.
-    NoteSentByDriver,
+    NoteForwardedByXdp,
     /// Leaves all packets of `flow`, which XDP has sent to a pod, to the stack.
     LeaveToStack,
     /// Keeps a flow whose answers are not seen here: `failure`.
@@ -97,7 +97,7 @@ pub fn run<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address
         Routine::NoteHostConnection => host_connection::note(maps, scratch),
         Routine::Encapsulate => scratch.failure = direct::encapsulate(maps, scratch).err(),
         Routine::AllowForwarding => forward::allow_forwarding(maps, scratch),
-        Routine::NoteSentByDriver => forward::note_sent_by_driver(maps, scratch),
+        Routine::NoteForwardedByXdp => forward::note_forwarded_by_xdp(maps, scratch),
         Routine::LeaveToStack => forward::leave_to_stack(maps, scratch),
         Routine::GoOnDirectly => scratch.failure = direct::go_on(maps, scratch).err(),
         Routine::TrackClient => direct::track_client(maps, scratch),

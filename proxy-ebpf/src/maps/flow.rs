@@ -182,7 +182,7 @@ routines! {
     NoteHostConnection: note_host_connection4 note_host_connection6;
     Encapsulate: encapsulate4 encapsulate6;
     AllowForwarding: allow_forwarding4 allow_forwarding6;
-    NoteSentByDriver: note_sent_by_driver4 note_sent_by_driver6;
+    NoteForwardedByXdp: note_forwarded_by_xdp4 note_forwarded_by_xdp6;
     LeaveToStack: leave_to_stack4 leave_to_stack6;
     GoOnDirectly: go_on_directly4 go_on_directly6;
     TrackClient: track_client4 track_client6;

@@ -85,7 +85,7 @@ pub fn forward<F: Family, T: FlowMaps<F>>(
             go_on(maps, scratch, found)?;
             // Again with each lookup: another CPU may have copied the entry before.
             if scratch.is_for_pod() && is_asked {
-                maps.run(scratch, Routine::NoteSentByDriver);
+                maps.run(scratch, Routine::NoteForwardedByXdp);
             }
             Ok(())
         }
@@ -195,7 +195,7 @@ pub(super) fn allow_forwarding<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mu
 
 /// Notes for a pod's answers that XDP has sent a packet of the client to `scratch.next_hop`, an interface of that pod.
 #[inline(always)]
-pub(super) fn note_sent_by_driver<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) {
+pub(super) fn note_forwarded_by_xdp<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) {
     let stamp = Stamp::of_answers(scratch.flow.opened, scratch.next_hop.interface);
     let hop = Change::NextHop(CachedHop::new(&scratch.next_hop, stamp));
     write(maps, scratch, KeyKind::Backend, hop);

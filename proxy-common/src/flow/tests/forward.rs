@@ -313,9 +313,9 @@ fn the_stack_sees_a_flow_first(#[case] mut node: Node) {
         assert_eq!(decides(&node, TCP_ACK), Err(Reason::NotAService), "no answer has left");
         node.through_the_stack(&answer).unwrap();
     }
-    let by_driver = decides(&node, TCP_ACK);
-    assert_eq!(by_driver, node.through_the_stack(&packet(&node, TCP_ACK)));
-    assert!(by_driver.is_ok(), "{by_driver:?}");
+    let by_xdp = decides(&node, TCP_ACK);
+    assert_eq!(by_xdp, node.through_the_stack(&packet(&node, TCP_ACK)));
+    assert!(by_xdp.is_ok(), "{by_xdp:?}");
     assert_eq!(decides(&node, TCP_SYN), Err(Reason::NotAService), "it may begin another flow");
 }
 

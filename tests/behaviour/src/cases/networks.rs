@@ -121,7 +121,7 @@ fn redirected(world: &mut World, variant: Variant) -> Result<()> {
     if !drivers_tell_what_they_take() {
         bail!(Skip("this kernel does not tell which frames a veth takes (6.3)".to_owned()));
     }
-    by_node_port(world, variant, Network::SecondUplink, "redirected_by_driver")
+    by_node_port(world, variant, Network::SecondUplink, "redirected_by_xdp")
 }
 
 fn by_node_port(world: &mut World, variant: Variant, network: Network, reason: &str) -> Result<()> {
@@ -160,7 +160,7 @@ fn tagged_twice(world: &mut World, variant: Variant) -> Result<()> {
             if is_told { Ok(Some(())) } else { Err(format!("node{node}: {card}")) }
         })?;
     }
-    counted(world, variant, target, NETWORK, "sent_by_driver")
+    counted(world, variant, target, NETWORK, "forwarded_by_xdp")
 }
 
 /// Expects all packets but the first one of each flow to be counted for this reason.

@@ -158,7 +158,7 @@ fn is_forwarded_by_xdp(world: &mut World, variant: Variant) -> Result<()> {
     // A connection has five such packets: the backend's SYN, its acknowledgement, the request, the
     // answer, and the ends.
     let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
-    by_driver(world, variant, &ON_NODE2, "sent_by_driver", of_each)
+    by_xdp(world, variant, &ON_NODE2, "forwarded_by_xdp", of_each)
 }
 
 fn is_forwarded_to_pod(world: &mut World, variant: Variant) -> Result<()> {
@@ -167,15 +167,15 @@ fn is_forwarded_to_pod(world: &mut World, variant: Variant) -> Result<()> {
     }
     // A connection has three such packets: the acknowledgement of the backend's SYN, the request,
     // and one that acknowledges the answer or ends the connection.
-    by_driver(world, variant, &ON_NODE1, "redirected_by_driver", 3)?;
+    by_xdp(world, variant, &ON_NODE1, "redirected_by_xdp", 3)?;
     // A connection has two such packets among these: the acknowledgement of the request, the
     // answer, and the end.
-    by_driver(world, variant, &ON_NODE1, "answer_skipped_stack", 2)
+    by_xdp(world, variant, &ON_NODE1, "answer_skipped_stack", 2)
 }
 
 /// Expects `of_each` packets of each connection or datagram to skip the stack. The next hops are
 /// known after a few requests.
-fn by_driver(
+fn by_xdp(
     world: &mut World,
     variant: Variant,
     service: &ServiceFixture,

@@ -404,7 +404,7 @@ fn forward_cases<W: Maps + 'static>(group: &mut Group) {
             let tunnel = let_out(s, &uplink, &first, way)?;
             sends_on(s, &uplink, &first.flags(TCP_ACK), tunnel)?;
         }
-        s.counted(&[(Reason::FlowOpened, 2), (Reason::SentByDriver, 2)])?;
+        s.counted(&[(Reason::FlowOpened, 2), (Reason::ForwardedByXdp, 2)])?;
         let bytes = 4 * s.first(CLIENT, LOAD_BALANCER).bytes::<W>().len();
         let counted = s.world.service_counters(SERVICE)?;
         ensure!(counted.bytes == bytes as u64, "{counted:?}, not {bytes} bytes, without outer headers");

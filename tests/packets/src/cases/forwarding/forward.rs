@@ -29,7 +29,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         let second = first.flags(TCP_ACK);
         uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
         s.has_masqueraded_flow()?;
-        s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 2)])?;
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::ForwardedByXdp, 2)])?;
         let bytes: usize = [&first, &answer, &second].iter().map(|p| p.bytes::<W>().len()).sum();
         s.counted_for_service(3, bytes)
     });
@@ -43,7 +43,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
         s.send("uplink_ingress", &second, Expect::Becomes(&second.to(REMOTE)))?;
         s.send("uplink_egress", &second.to(REMOTE), Expect::Becomes(&second.to(REMOTE).from(node)))?;
-        s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 1)])
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::ForwardedByXdp, 1)])
     });
     group.tcp::<W>("XDP forwards a connection to its end", |s| {
         let uplink = Uplink::with_neighbours(s)?;
@@ -133,7 +133,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         ensure!(s.flows(Stage::Established)?.is_empty(), "what passes is the stack's to learn from");
         uplink.knows::<W>(REMOTE.0, NEXT_HOP)?;
         uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
-        s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 2)])
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::ForwardedByXdp, 2)])
     });
     group.both::<W>("XDP forwards to a next hop that is looked up once for a flow", |s| {
         const LINKS: [&str; 2] = [NEXT_HOP, "02:00:00:00:00:03"];

@@ -28,7 +28,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         let second = first.flags(TCP_ACK);
         uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &other)?;
         s.has_masqueraded_flow()?;
-        s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByDriver, 2)])?;
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByXdp, 2)])?;
         let bytes: usize = [&first, &answer, &second].iter().map(|p| p.bytes::<W>().len()).sum();
         s.counted_for_service(3, bytes)
     });
@@ -50,11 +50,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         uplink_sends(s, &uplink, &second, &second.to(LOCAL), &pod)?;
         pod.answer_skips_stack(s, &answer)?;
         let_out(s, &uplink, &answer)?;
-        s.counted(&[
-            (Reason::FlowOpened, 1),
-            (Reason::RedirectedByDriver, 1),
-            (Reason::AnswerSkippedStack, 1),
-        ])?;
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByXdp, 1), (Reason::AnswerSkippedStack, 1)])?;
         let bytes: usize =
             [&first, &second, &answer, &answer, &answer].iter().map(|p| p.bytes::<W>().len()).sum();
         s.counted_for_service(5, bytes)
@@ -201,7 +197,7 @@ pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
         uplink_sends(s, &uplink, &second, &sent, &other)?;
         s.world.remove_redirect_source(uplink.index)?;
         passes(s, uplink.index, &second.bytes::<W>())?;
-        s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByDriver, 1)])
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByXdp, 1)])
     });
     group.both::<W>("no redirect of what is longer than the other uplink takes", |s| {
         const MTU: usize = 1_300;

@@ -45,7 +45,7 @@ impl Relay {
                     let open = *opened.borrow_and_update();
                     tokio::select! {
                         () = relay(client, target, open, frozen) => {}
-                        // A change ends the connection, even if the network was mended before this
+                        // A change ends the connection, even if the network was restored before this
                         // is seen.
                         _ = opened.changed() => {}
                     }
@@ -71,7 +71,7 @@ impl Relay {
         self.frozen.send_modify(|times| *times += 1);
     }
 
-    pub fn mend(&self) {
+    pub fn restore(&self) {
         self.open.send_replace(true);
     }
 }

@@ -99,9 +99,9 @@ fn a_file_that_was_good_becomes(
     assert_eq!(invalid(&again), [""; 0]);
     // After the file is corrected, everything is as before.
     setup.write("web.yaml", &two());
-    let mended = setup.list();
-    assert_eq!(shown(&mended), [A, B, "z 10.96.0.99"]);
-    assert_eq!(invalid(&mended), [""; 0]);
+    let corrected = setup.list();
+    assert_eq!(shown(&corrected), [A, B, "z 10.96.0.99"]);
+    assert_eq!(invalid(&corrected), [""; 0]);
 }
 
 #[test]

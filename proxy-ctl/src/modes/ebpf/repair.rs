@@ -25,11 +25,11 @@ impl EbpfDataplane {
             self.keep_netfilter_ports();
         }
         failures.see("uplinks for redirects", self.write_redirects());
-        failures.see("the order of programs", self.mend_order());
+        failures.see("the order of programs", self.repair_order());
         Ok(())
     }
 
-    fn mend_order(&mut self) -> Result<(), Error> {
+    fn repair_order(&mut self) -> Result<(), Error> {
         let out_of_order = self.hooks.out_of_order()?;
         if out_of_order.is_empty() {
             return Ok(());
@@ -37,6 +37,6 @@ impl EbpfDataplane {
         let maps = |_: &Shape| self.maps.paths.maps();
         let (mut programs, log) = hooks::load::load(&self.maps.shapes, maps, &self.config, false)?;
         self.hooks.load(&mut programs)?;
-        self.hooks.mend((programs, log), &out_of_order).into_result()
+        self.hooks.move_first((programs, log), &out_of_order).into_result()
     }
 }

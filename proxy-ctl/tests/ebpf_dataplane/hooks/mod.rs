@@ -472,7 +472,7 @@ fn a_program_that_was_put_before_ours_gets_behind_it() {
     assert!(others(false), "status tells where they are");
     let before = program_of(&sandbox, &format!("{interface}_ingress"));
     inspect();
-    assert_eq!(program_of(&sandbox, &format!("{interface}_ingress")), before, "nothing is to be mended");
+    assert_eq!(program_of(&sandbox, &format!("{interface}_ingress")), before, "nothing is to be repaired");
     for link in links {
         bpf::link_detach(link.as_fd()).unwrap();
     }

@@ -91,7 +91,7 @@ pub(crate) fn an_api_server_behind_its_service_is_dialled_again_without_endpoint
 
     let before = relay.accepted();
     relay.cut();
-    relay.mend();
+    relay.restore();
     let added = objects::service("default", "after-the-cut", 83);
     world.apply(&added)?;
     let followed = || Ok((!endpoints_of(&own, "after-the-cut")?.is_null()).then_some(()));

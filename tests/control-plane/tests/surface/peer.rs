@@ -120,7 +120,7 @@ impl<'a> Peer<'a> {
         fs::write(self.broken(), "").with_context(|| format!("writing {}", self.broken().display()))
     }
 
-    pub(crate) fn mend_tools(&self) -> Result<()> {
+    pub(crate) fn restore_tools(&self) -> Result<()> {
         if let Some(pin) = self.pin() {
             fs::remove_dir(&pin).with_context(|| format!("removing {}", pin.display()))?;
         }

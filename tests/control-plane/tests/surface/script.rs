@@ -145,7 +145,7 @@ impl Scene<'_> {
         self.own_readiness(503)?;
         self.see(&[CHECK], ", a change waits too long")?;
         self.cluster.endpoints_of_web(2, None)?;
-        self.each(|_, peer, _| peer.mend_tools())?;
+        self.each(|_, peer, _| peer.restore_tools())?;
         self.health("all is well again", 200)?;
         self.own_readiness(200)
     }

@@ -19,9 +19,9 @@ use crate::{
     sys::net::tc::{Direction, tcx_program_ids},
 };
 
-/// The number of times that the order of a hook is mended while the process lives.
-const MOST_MENDS: u8 = 3;
-/// The least time between two mendings of a hook.
+/// The number of times that the order of a hook is repaired while the process lives.
+const MOST_REPAIRS: u8 = 3;
+/// The least time between two repairs of a hook.
 const PAUSE: Duration = Duration::from_secs(60);
 
 /// A hook at which our program is not the first.
@@ -31,43 +31,43 @@ pub(crate) struct OutOfOrder {
     pub(crate) direction: Direction,
 }
 
-/// The record of how often each hook was mended.
+/// The record of how often each hook was repaired.
 #[derive(Debug, Default)]
 pub(crate) struct HookOrder {
-    mended: BTreeMap<(u32, &'static str), Mends>,
+    repaired: BTreeMap<(u32, &'static str), Repairs>,
 }
 
-/// The number of times that one hook was mended, and the time of the last.
+/// The number of times that one hook was repaired, and the time of the last.
 #[derive(Clone, Copy, Debug)]
-struct Mends {
+struct Repairs {
     count: u8,
     last: Instant,
 }
 
 impl HookOrder {
     /// Returns true if our program `program` is to be moved to the first position.
-    pub(super) fn is_to_be_mended(
+    pub(super) fn is_to_be_repaired(
         &mut self,
         interface: &Interface,
         direction: Direction,
         program: u32,
     ) -> bool {
         let Some(programs) = tcx_program_ids(interface.index, direction) else { return false };
-        !is_in_order(&programs, program) && self.may_mend(interface, direction, Instant::now())
+        !is_in_order(&programs, program) && self.may_repair(interface, direction, Instant::now())
     }
 
-    /// Counts one more mending and returns true, unless the hook is to be left as it is.
-    fn may_mend(&mut self, interface: &Interface, direction: Direction, now: Instant) -> bool {
+    /// Counts one more repair and returns true, unless the hook is to be left as it is.
+    fn may_repair(&mut self, interface: &Interface, direction: Direction, now: Instant) -> bool {
         let hook = (interface.index, direction.name());
-        let Some(mends) = self.mended.get_mut(&hook) else {
-            self.mended.insert(hook, Mends { count: 1, last: now });
+        let Some(repairs) = self.repaired.get_mut(&hook) else {
+            self.repaired.insert(hook, Repairs { count: 1, last: now });
             return true;
         };
-        if mends.count > MOST_MENDS || now.duration_since(mends.last) < PAUSE {
+        if repairs.count > MOST_REPAIRS || now.duration_since(repairs.last) < PAUSE {
             return false;
         }
-        *mends = Mends { count: mends.count + 1, last: now };
-        if mends.count > MOST_MENDS {
+        *repairs = Repairs { count: repairs.count + 1, last: now };
+        if repairs.count > MOST_REPAIRS {
             tracing::warn!(
                 interface = interface.name,
                 hook = direction.name(),
@@ -75,11 +75,11 @@ impl HookOrder {
                  chain, packets are not translated here; `proxy-ctl status` names it"
             );
         }
-        mends.count <= MOST_MENDS
+        repairs.count <= MOST_REPAIRS
     }
 
     pub(crate) fn forget(&mut self, index: u32) {
-        self.mended.retain(|(of, _), _| *of != index);
+        self.repaired.retain(|(of, _), _| *of != index);
     }
 }
 
@@ -108,15 +108,16 @@ mod tests {
     }
 
     #[test]
-    fn a_hook_is_mended_once_a_minute_and_three_times() {
+    fn a_hook_is_repaired_once_a_minute_and_three_times() {
         let began = Instant::now();
         let interface = Interface::uplink(Device::Other);
         let mut order = HookOrder::default();
-        let mut may =
-            |seconds, direction| order.may_mend(&interface, direction, began + Duration::from_secs(seconds));
+        let mut may = |seconds, direction| {
+            order.may_repair(&interface, direction, began + Duration::from_secs(seconds))
+        };
         let seconds = [0, 59, 60, 119, 120, 180, 240, 3_600];
-        let mended = seconds.map(|seconds| may(seconds, Direction::Egress));
-        assert_eq!(mended, [true, false, true, false, true, false, false, false]);
+        let repaired = seconds.map(|seconds| may(seconds, Direction::Egress));
+        assert_eq!(repaired, [true, false, true, false, true, false, false, false]);
         assert!(may(3_600, Direction::Ingress), "each hook counts for itself");
     }
 }

@@ -90,7 +90,7 @@ pub(crate) enum Ensured {
     /// Nothing had to be done.
     Unchanged,
     /// Our link was attached already, and has got its pin or its program again.
-    Mended,
+    Repaired,
     /// Nothing of ours was attached, and now it is.
     Attached,
 }
@@ -132,8 +132,8 @@ impl LinkPins {
                         if !is_pinned {
                             bpf::pin(link.as_fd(), path)?;
                         }
-                        let is_mended = swapped || !is_pinned;
-                        return Ok(if is_mended { Ensured::Mended } else { Ensured::Unchanged });
+                        let is_repaired = swapped || !is_pinned;
+                        return Ok(if is_repaired { Ensured::Repaired } else { Ensured::Unchanged });
                     }
                     // The target has vanished at this moment.
                     Err(e) if e.errno() == libc::ENOLINK => {}

@@ -170,7 +170,7 @@ pub(super) fn revoked_tokens_are_replaced(world: &mut World) -> Result<()> {
     account(world)?;
     wait_refused(world, &rotated)?;
     relay.cut();
-    relay.mend();
+    relay.restore();
     for follower in &mut followers {
         follower.wait(world, "the old token being refused", |follower| {
             let mut kinds = follower.state.kinds().into_iter();

@@ -54,7 +54,7 @@ pub(super) fn a_broken_connection_goes_on_where_it_was(world: &mut World) -> Res
     world.delete(&drop)?;
     world.create(&world.service("new"))?;
     world.create(&world.slice("keep-1", "keep", &[1]))?;
-    relay.mend();
+    relay.restore();
     follower.wait_served(world, &[("keep:main", &["10.0.0.1:8080"]), ("new:main", &[])])?;
     for kind in follower.state.kinds() {
         ensure!(lists(&follower, kind) == 1, "{kind} were listed {} times", lists(&follower, kind));
@@ -110,7 +110,7 @@ pub(super) fn what_happened_before_a_compaction_is_seen_in_one_replace(world: &m
     // A restart also ends the API server's own memory of versions.
     world.server.restart()?;
     let length = follower.log.len();
-    relay.mend();
+    relay.restore();
     follower.wait_served(world, &[("changed:main", &["10.0.0.7:8080"]), ("new:main", &["10.0.0.3:8080"])])?;
 
     let since = follower.since(length);

@@ -155,7 +155,7 @@ impl Hooks {
         Ok(match ours {
             Some(filter) => {
                 tc::put_filter(tc::REPLACE_FILTER, index, direction, filter.priority, HANDLE, program, name)
-                    .map(|()| Ensured::Mended)
+                    .map(|()| Ensured::Repaired)
             }
             None => first_accepted(PRIORITIES, add).map(|()| Ensured::Attached),
         })

@@ -311,7 +311,7 @@ impl Hooks {
                     target: interface.name.clone(),
                     source,
                 })?;
-                if self.order.is_to_be_mended(interface, direction, program) {
+                if self.order.is_to_be_repaired(interface, direction, program) {
                     out_of_order.push(OutOfOrder { interface: interface.clone(), direction });
                 }
             }

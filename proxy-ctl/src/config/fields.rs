@@ -261,7 +261,7 @@ pub static FIELDS: &[Field] = fields! {
     "configSyncPeriod", period(|c| &mut c.config_sync_period);
         "The time after which the API server is asked anew. It has no effect, because watches and relists make it needless.";
     "portRange", port_range(|c| &mut c.port_range), Applies::InMode(in_userspace);
-        "The ports on which mode userspace listens if rules lead clients to it.";
+        "The ports on which mode userspace listens if rules redirect clients to it.";
     "udpIdleTimeout", period(|c| &mut c.udp_idle_timeout), Applies::InMode(in_userspace);
         "The time for which a UDP session of mode userspace lasts without a datagram.";
 

@@ -219,6 +219,7 @@ fn what_is_not_served_is_told_with_the_reason() {
         (&"spec.clusterIPs".into(), &"partlyServed".into()),
         "{told}"
     );
-    let why = "not served: 10.96.0.1:80; it is no address of this node, and no rule leads its clients here";
+    let why =
+        "not served: 10.96.0.1:80; it is no address of this node, and no rule redirects its clients here";
     assert!(told["instead"].as_str().unwrap().starts_with(why), "{told}");
 }

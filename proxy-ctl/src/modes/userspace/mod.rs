@@ -21,7 +21,7 @@ use self::{
     datagrams::Datagrams,
     listen::{ListenError, Listening},
     plan::{Entrance, ListenerKey, Plan, Reach},
-    redirect::{Lead, Redirect, RedirectError},
+    redirect::{PortRedirect, Redirect, RedirectError},
     runtime::{Runtime, Task},
     shared::{Permit, Portal, Shared, lock},
     snapshot::{RunningProcess, Served, ServedPort},
@@ -153,9 +153,9 @@ impl UserspaceDataplane {
         let lock = mode_lock::lock(Mode::Userspace)?;
         let redirect = Redirect::open();
         match &redirect {
-            Some(redirect) => tracing::info!(by = redirect.by(), "rules lead clients to this process"),
+            Some(redirect) => tracing::info!(by = redirect.by(), "rules redirect clients to this process"),
             None => tracing::warn!(
-                "no rules lead clients to this process: it serves those that dial an address of this node"
+                "no rules redirect clients to this process: it serves those that dial an address of this node"
             ),
         }
         Self::with_lock(lock, redirect, config.port_range, config.udp_idle_timeout)
@@ -209,13 +209,13 @@ impl UserspaceDataplane {
         let mut applied = Applied::default();
         let host = lock(&self.served).host.clone();
         let mut stale = Vec::new();
-        let mut leads = Vec::new();
+        let mut redirects = Vec::new();
         for name in removed {
             applied.removed += u64::from(lock(&self.served).ports.remove(name).is_some());
             stale.extend(self.take_listeners(name, &Plan::default()));
             self.balancers.remove(name);
             self.unlistened_changed |= self.unlistened.remove(name).is_some();
-            leads.push((name.clone(), Vec::new()));
+            redirects.push((name.clone(), Vec::new()));
         }
         let plan = |port: &Arc<DesiredPort>| Plan::new(port, &host, self.reach(port.name.family));
         let plans: Vec<Plan> = changed.iter().map(plan).collect();
@@ -231,40 +231,42 @@ impl UserspaceDataplane {
         for (port, plan) in changed.iter().zip(plans) {
             let (written, of_port) = self.write_port(port, plan);
             applied.written += written;
-            leads.push((port.name.clone(), of_port));
+            redirects.push((port.name.clone(), of_port));
         }
-        let led = self.redirect.as_mut().map_or(Ok((0, 0)), |redirect| redirect.lead(leads));
+        let outcome = self.redirect.as_mut().map_or(Ok((0, 0)), |redirect| redirect.apply(redirects));
         end(redirected);
-        let (come, go) = led?;
+        let (come, go) = outcome?;
         applied += Applied { written: come, removed: go };
         Ok(applied)
     }
 
     /// Writes one service port. Returns how much was written, and the listener of each of its
     /// frontends.
-    fn write_port(&mut self, port: &Arc<DesiredPort>, plan: Plan) -> (u64, Vec<Lead>) {
+    fn write_port(&mut self, port: &Arc<DesiredPort>, plan: Plan) -> (u64, Vec<PortRedirect>) {
         let Plan { listeners, refused } = plan;
         let (mut written, mut unlistened) = (0, Vec::new());
         let refusing_port = self.redirect.as_ref().and_then(|redirect| redirect.refusing_port(&port.name));
-        let refused_at = |frontend: &Frontend| Some(Lead { frontend: *frontend, port: refusing_port? });
-        let mut leads: Vec<Lead> = refused.iter().filter_map(refused_at).collect();
+        let refused_at =
+            |frontend: &Frontend| Some(PortRedirect { frontend: *frontend, port: refusing_port? });
+        let mut redirects: Vec<PortRedirect> = refused.iter().filter_map(refused_at).collect();
         let mut frontends = refused;
-        for (key, led_here) in listeners {
+        for (key, redirected_here) in listeners {
             match self.listen(key.clone()) {
                 Ok(is_new) => {
                     written += u64::from(is_new);
                     if let Some(listener) = self.listeners.get(&key).filter(|_| key.at.is_none()) {
-                        let lead = |frontend: &Frontend| Lead { frontend: *frontend, port: listener.port };
-                        leads.extend(led_here.iter().map(lead));
+                        let port_redirect =
+                            |frontend: &Frontend| PortRedirect { frontend: *frontend, port: listener.port };
+                        redirects.extend(redirected_here.iter().map(port_redirect));
                     }
-                    frontends.extend(led_here);
+                    frontends.extend(redirected_here);
                 }
-                Err(why) => unlistened.push(Unlistened { key, frontends: led_here, why }),
+                Err(why) => unlistened.push(Unlistened { key, frontends: redirected_here, why }),
             }
         }
         written += u64::from(self.served_now(port, frontends));
         self.report(&port.name, &unlistened);
-        (written, leads)
+        (written, redirects)
     }
 
     /// Takes out the listeners of the service port that are no longer planned.
@@ -388,12 +390,12 @@ impl Drop for UserspaceDataplane {
         let listeners = mem::take(&mut self.listeners).into_values().map(|listener| listener.task);
         // Rules end before the listeners. Clients that come later belong to another mode, or to
         // nobody.
-        let left = self.redirect.as_mut().map_or(Ok(()), Redirect::lead_nobody);
+        let left = self.redirect.as_mut().map_or(Ok(()), Redirect::redirect_nobody);
         for task in listeners.chain(self.answering.take()) {
             task.end();
         }
         if let Err(error) = left {
-            tracing::warn!(%error, "clients may still be led to listeners that are gone");
+            tracing::warn!(%error, "clients may still be redirected to listeners that are gone");
         }
         drop(self.lock.take());
         // Connections that the kernel translates need the rules until they end. Then `runtime`
@@ -456,9 +458,9 @@ impl Dataplane for UserspaceDataplane {
         let applied = self.write(&ports, &[]);
         // The redirection gets the host also after an error, because it must know it when it tries
         // again.
-        let led = self.redirect.as_mut().map_or(Ok(0), |redirect| redirect.set_host(host).map(|()| 1))?;
+        let outcome = self.redirect.as_mut().map_or(Ok(0), |redirect| redirect.set_host(host).map(|()| 1))?;
         let mut applied = applied?;
-        applied.written += led;
+        applied.written += outcome;
         Ok(applied)
     }
 

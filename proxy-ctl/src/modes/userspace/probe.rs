@@ -27,7 +27,7 @@ pub(in crate::modes) const UNUSED_FIELDS: &[&str] = &[
 /// Returns which rules can redirect clients to the listeners, or why none can.
 fn redirects_by(host: &HostFacts) -> Result<&'static str, String> {
     if !host.capabilities.net_admin {
-        return Err("CAP_NET_ADMIN is missing, to lead clients to the listeners".to_owned());
+        return Err("CAP_NET_ADMIN is missing, to redirect clients to the listeners".to_owned());
     }
     if !host.capabilities.setgid {
         return Err("CAP_SETGID is missing, to tell apart what this process dials from clients".to_owned());

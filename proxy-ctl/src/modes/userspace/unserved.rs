@@ -53,7 +53,7 @@ pub(super) fn why(error: &ListenError, at: Option<SocketAddr>) -> String {
     let ListenError::Bind(error) = error else { return error.to_string() };
     match (error.raw_os_error(), at) {
         (Some(libc::EADDRNOTAVAIL), _) => {
-            "it is no address of this node, and no rule leads its clients here".to_owned()
+            "it is no address of this node, and no rule redirects its clients here".to_owned()
         }
         (Some(libc::EACCES), Some(at)) => {
             format!("port {} needs CAP_NET_BIND_SERVICE (net.ipv4.ip_unprivileged_port_start)", at.port())
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[rstest]
-    #[case::not_ours(libc::EADDRNOTAVAIL, "it is no address of this node, and no rule leads")]
+    #[case::not_ours(libc::EADDRNOTAVAIL, "it is no address of this node, and no rule redirects")]
     #[case::privileged(libc::EACCES, "port 80 needs CAP_NET_BIND_SERVICE")]
     #[case::taken(libc::EADDRINUSE, "another program listens there")]
     #[case::out_of_files(libc::EMFILE, "Too many open files")]

@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use ipnet::IpNet;
 
-use super::{DIALLING_GROUP, LeadingRules, Leads, RedirectError, Wanted, of_port};
+use super::{DIALLING_GROUP, PortRedirects, RedirectError, RedirectRules, Wanted, of_port};
 use crate::{
     model::{
         desired::FrontendKind,
@@ -46,16 +46,16 @@ fn chains(family: IpFamily, wanted: &Wanted) -> Chains {
     let tag = own_rules::owner_tag(Mode::Userspace);
     portals_container.extend(tag.map(|tag| format!("-m conntrack --ctstate NEW {tag}")));
     portals_host.push(format!("-m owner --gid-owner {DIALLING_GROUP} -j RETURN"));
-    for (name, leads) in wanted.ports.iter().filter(|(name, _)| name.family == family) {
-        for (led, port) in of_port(name, leads) {
-            let (container, host, address) = match led.frontend.kind {
+    for (name, redirects) in wanted.ports.iter().filter(|(name, _)| name.family == family) {
+        for (redirected, port) in of_port(name, redirects) {
+            let (container, host, address) = match redirected.frontend.kind {
                 FrontendKind::NodePort => (&mut node_container, &mut node_host, String::new()),
                 FrontendKind::ClusterIp | FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {
-                    let address = format!("-d {} ", IpNet::from(led.frontend.address));
+                    let address = format!("-d {} ", IpNet::from(redirected.frontend.address));
                     (&mut portals_container, &mut portals_host, address)
                 }
             };
-            let protocol = match led.protocol {
+            let protocol = match redirected.protocol {
                 Protocol::Tcp => "tcp",
                 Protocol::Udp => "udp",
                 // Nothing listens for SCTP.
@@ -63,7 +63,7 @@ fn chains(family: IpFamily, wanted: &Wanted) -> Chains {
             };
             let matches = format!(
                 "{address}-p {protocol} -m comment --comment \"{name}\" -m {protocol} --dport {}",
-                led.frontend.port
+                redirected.frontend.port
             );
             container.push(format!("{matches} -j {}", arriving(port)));
             host.push(format!("{matches} -j REDIRECT --to-ports {port}"));
@@ -104,7 +104,7 @@ impl PortalChains {
     }
 }
 
-impl LeadingRules for PortalChains {
+impl RedirectRules for PortalChains {
     fn by(&self) -> String {
         let tools = self.families.first().map(|of| of.tools.version());
         format!("iptables {}", tools.unwrap_or_default())
@@ -114,7 +114,12 @@ impl LeadingRules for PortalChains {
         self.families.iter().map(|of| of.family).collect()
     }
 
-    fn change(&mut self, wanted: &Wanted, _go: &Leads, _come: &Leads) -> Result<(), RedirectError> {
+    fn change(
+        &mut self,
+        wanted: &Wanted,
+        _go: &PortRedirects,
+        _come: &PortRedirects,
+    ) -> Result<(), RedirectError> {
         self.rewrite(wanted)
     }
 
@@ -136,20 +141,21 @@ mod tests {
     use super::*;
     use crate::{
         model::objects::TrafficPolicy,
-        modes::userspace::{redirect::Lead, test_support::web},
+        modes::userspace::{redirect::PortRedirect, test_support::web},
         names::{self, is_chain, is_comment_of_jump},
     };
 
     #[test]
     fn each_frontend_has_a_rule_for_those_who_come_in_and_one_for_the_node() {
         let port = web(&["10.0.0.1:80"], TrafficPolicy::Cluster);
-        let leads = port.frontends.iter().map(|frontend| Lead { frontend: *frontend, port: 40_000 });
+        let redirects =
+            port.frontends.iter().map(|frontend| PortRedirect { frontend: *frontend, port: 40_000 });
         let mut wanted = Wanted {
             addresses: ["192.0.2.1", "fd00::1"].map(|address| address.parse().unwrap()).into(),
             own: vec!["192.0.2.1".parse().unwrap()],
             ..Wanted::default()
         };
-        wanted.change(vec![(port.name.clone(), leads.collect())]);
+        wanted.change(vec![(port.name.clone(), redirects.collect())]);
         let of_ipv4 = chains(IpFamily::Ipv4, &wanted);
         let matches = "-p tcp -m comment --comment \"default/web\" -m tcp --dport";
         let [container, host] = [PORTALS_CONTAINER, PORTALS_HOST].map(|chain| &of_ipv4[&(TABLE, chain)]);
@@ -157,7 +163,7 @@ mod tests {
         assert_eq!(container[0], tag);
         let cluster_ip = format!("-d 10.96.0.1/32 {matches} 80 -j ");
         assert_eq!(container[1], format!("{cluster_ip}DNAT --to-destination 192.0.2.1:40000"));
-        assert_eq!(host[0], "-m owner --gid-owner 65529 -j RETURN", "before all that lead");
+        assert_eq!(host[0], "-m owner --gid-owner 65529 -j RETURN", "before all that redirect");
         assert_eq!(host[1], format!("{cluster_ip}REDIRECT --to-ports 40000"));
         let node_ports = format!("-d 192.0.2.1/32 -m comment --comment \"{NODE_PORTS_COMMENT}\" -j ");
         assert_eq!(container[4..], [format!("{node_ports}{NODE_PORT_CONTAINER}")]);

@@ -48,37 +48,40 @@ pub(super) enum RedirectError {
     Call(#[from] CallError),
     #[error("the kernel refuses the table {TABLE} of family {family}, in message {message}: {source}")]
     Refused { family: &'static str, message: u32, source: io::Error },
-    #[error("the rules that lead clients to this process: {0}")]
+    #[error("the rules that redirect clients to this process: {0}")]
     Tool(#[from] ToolError),
 }
 
 /// A frontend for which there is a rule.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-struct Led {
+struct RedirectedFrontend {
     family: IpFamily,
     protocol: Protocol,
     frontend: Frontend,
 }
 
 /// The port of the listener in this process for each frontend.
-type Leads = BTreeMap<Led, u16>;
+type PortRedirects = BTreeMap<RedirectedFrontend, u16>;
 
 /// A frontend with the port of its listener.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct Lead {
+pub(super) struct PortRedirect {
     pub(super) frontend: Frontend,
     pub(super) port: u16,
 }
 
-fn of_port<'a>(name: &'a ServicePortName, leads: &'a [Lead]) -> impl Iterator<Item = (Led, u16)> + 'a {
-    let led = |frontend| Led { family: name.family, protocol: name.protocol, frontend };
-    leads.iter().map(move |lead| (led(lead.frontend), lead.port))
+fn of_port<'a>(
+    name: &'a ServicePortName,
+    redirects: &'a [PortRedirect],
+) -> impl Iterator<Item = (RedirectedFrontend, u16)> + 'a {
+    let redirected = |frontend| RedirectedFrontend { family: name.family, protocol: name.protocol, frontend };
+    redirects.iter().map(move |port_redirect| (redirected(port_redirect.frontend), port_redirect.port))
 }
 
 /// The rules that the kernel should have, by service port.
 #[derive(Debug, Default)]
 struct Wanted {
-    ports: BTreeMap<ServicePortName, Vec<Lead>>,
+    ports: BTreeMap<ServicePortName, Vec<PortRedirect>>,
     /// The addresses at which node ports are served.
     addresses: BTreeSet<IpAddr>,
     /// The addresses of the node to which clients of other machines and of pods are redirected, at
@@ -94,8 +97,8 @@ fn may_dial_as_group() -> io::Result<()> {
 }
 
 impl Wanted {
-    fn leads(&self) -> Leads {
-        self.ports.iter().flat_map(|(name, leads)| of_port(name, leads)).collect()
+    fn redirects(&self) -> PortRedirects {
+        self.ports.iter().flat_map(|(name, redirects)| of_port(name, redirects)).collect()
     }
 
     fn node_addresses(&self, family: IpFamily) -> impl Iterator<Item = IpAddr> {
@@ -107,21 +110,24 @@ impl Wanted {
     }
 
     /// Takes over the change. Returns the frontends that go and those that come.
-    fn change(&mut self, changes: Vec<(ServicePortName, Vec<Lead>)>) -> (Leads, Leads) {
-        let (mut go, mut come) = (Leads::new(), Leads::new());
-        for (name, leads) in changes {
-            come.extend(of_port(&name, &leads));
-            let before = if leads.is_empty() {
+    fn change(
+        &mut self,
+        changes: Vec<(ServicePortName, Vec<PortRedirect>)>,
+    ) -> (PortRedirects, PortRedirects) {
+        let (mut go, mut come) = (PortRedirects::new(), PortRedirects::new());
+        for (name, redirects) in changes {
+            come.extend(of_port(&name, &redirects));
+            let before = if redirects.is_empty() {
                 self.ports.remove(&name)
             } else {
-                self.ports.insert(name.clone(), leads)
+                self.ports.insert(name.clone(), redirects)
             };
             go.extend(of_port(&name, before.as_deref().unwrap_or_default()));
         }
-        go.retain(|led, port| {
-            let stays = come.get(led) == Some(port);
+        go.retain(|redirected, port| {
+            let stays = come.get(redirected) == Some(port);
             if stays {
-                come.remove(led);
+                come.remove(redirected);
             }
             !stays
         });
@@ -130,7 +136,7 @@ impl Wanted {
 }
 
 /// A way to write the rules to the kernel.
-trait LeadingRules: Send {
+trait RedirectRules: Send {
     /// Returns the name of what has the rules, for people.
     fn by(&self) -> String;
 
@@ -138,7 +144,12 @@ trait LeadingRules: Send {
     fn families(&self) -> Vec<IpFamily>;
 
     /// Writes the change to `wanted`: `go` is removed, and `come` is added.
-    fn change(&mut self, wanted: &Wanted, go: &Leads, come: &Leads) -> Result<(), RedirectError>;
+    fn change(
+        &mut self,
+        wanted: &Wanted,
+        go: &PortRedirects,
+        come: &PortRedirects,
+    ) -> Result<(), RedirectError>;
 
     /// Writes all rules as `wanted` says, whatever was written before.
     fn rewrite(&mut self, wanted: &Wanted) -> Result<(), RedirectError>;
@@ -157,16 +168,24 @@ impl Repliers for ListenerPort {
     }
 }
 
-fn note(stale_flows: &mut StaleFlows<ListenerPort>, protocol: Protocol, go: &Leads, come: &Leads) {
-    let leads_to = go.keys().map(|led| (led, None)).chain(come.iter().map(|(led, port)| (led, Some(*port))));
-    for (led, port) in leads_to.filter(|(led, _)| led.protocol == protocol) {
-        stale_flows.answered_by(led.family, &led.frontend, ListenerPort(port));
+fn note(
+    stale_flows: &mut StaleFlows<ListenerPort>,
+    protocol: Protocol,
+    go: &PortRedirects,
+    come: &PortRedirects,
+) {
+    let listeners = go
+        .keys()
+        .map(|redirected| (redirected, None))
+        .chain(come.iter().map(|(redirected, port)| (redirected, Some(*port))));
+    for (redirected, port) in listeners.filter(|(redirected, _)| redirected.protocol == protocol) {
+        stale_flows.answered_by(redirected.family, &redirected.frontend, ListenerPort(port));
     }
 }
 
 /// The rules of this mode.
 pub(super) struct Redirect {
-    rules: Box<dyn LeadingRules>,
+    rules: Box<dyn RedirectRules>,
     families: Vec<IpFamily>,
     refusing: RefusingPorts,
     wanted: Wanted,
@@ -187,7 +206,7 @@ impl Redirect {
     /// cannot do it, or this process may not.
     pub(super) fn open() -> Option<Self> {
         if let Err(error) = may_dial_as_group() {
-            tracing::warn!(%error, "no rules: what this process dials would be led to itself");
+            tracing::warn!(%error, "no rules: what this process dials would be redirected to itself");
             return None;
         }
         Self::by_nf_tables().or_else(|| match xtables::choose() {
@@ -207,7 +226,7 @@ impl Redirect {
         Self::new(Box::new(PortalChains::open(backend)?))
     }
 
-    fn new(rules: Box<dyn LeadingRules>) -> Option<Self> {
+    fn new(rules: Box<dyn RedirectRules>) -> Option<Self> {
         let families = rules.families();
         let refusing = RefusingPorts::hold(&families);
         let refusing = refusing
@@ -236,9 +255,9 @@ impl Redirect {
     /// Makes the rules redirect clients of these service ports to the listeners in `changes`, and
     /// to no others. It also writes what the last write has failed to write. Returns the numbers of
     /// frontends that are added and removed.
-    pub(super) fn lead(
+    pub(super) fn apply(
         &mut self,
-        changes: Vec<(ServicePortName, Vec<Lead>)>,
+        changes: Vec<(ServicePortName, Vec<PortRedirect>)>,
     ) -> Result<(u64, u64), RedirectError> {
         let (go, come) = self.wanted.change(changes);
         note(&mut self.stale_flows, Protocol::Udp, &go, &come);
@@ -268,7 +287,7 @@ impl Redirect {
             let mut unanswered = StaleFlows::default();
             // No listener counts as a replier, because a new one may have the port that another
             // had.
-            note(&mut unanswered, Protocol::Tcp, &self.wanted.leads(), &Leads::new());
+            note(&mut unanswered, Protocol::Tcp, &self.wanted.redirects(), &PortRedirects::new());
             self.has_started = unanswered.end_unanswered(&self.wanted.addresses, &self.wanted.own);
         }
     }
@@ -286,11 +305,11 @@ impl Redirect {
 
     /// Makes the rules redirect nobody. Established connections stay translated, because the kernel
     /// goes on while the chains exist.
-    pub(super) fn lead_nobody(&mut self) -> Result<(), RedirectError> {
+    pub(super) fn redirect_nobody(&mut self) -> Result<(), RedirectError> {
         let before = std::mem::take(&mut self.wanted);
         self.rewrite()?;
         // The sessions of UDP clients end with the listeners.
-        note(&mut self.stale_flows, Protocol::Udp, &before.leads(), &Leads::new());
+        note(&mut self.stale_flows, Protocol::Udp, &before.redirects(), &PortRedirects::new());
         self.stale_flows.end(&before.addresses);
         Ok(())
     }
@@ -310,21 +329,24 @@ mod tests {
     #[test]
     fn frontends_lead_to_listeners_and_only_differences_are_written() {
         let port = web(&["10.0.0.1:80"], TrafficPolicy::Cluster);
-        let leads = |number: u16| -> Vec<Lead> {
-            port.frontends.iter().map(|frontend| Lead { frontend: *frontend, port: number }).collect()
+        let redirects = |number: u16| -> Vec<PortRedirect> {
+            port.frontends.iter().map(|frontend| PortRedirect { frontend: *frontend, port: number }).collect()
         };
         let mut wanted = Wanted::default();
-        let (go, come) = wanted.change(vec![(port.name.clone(), leads(40_000))]);
+        let (go, come) = wanted.change(vec![(port.name.clone(), redirects(40_000))]);
         assert_eq!((go.len(), come.len()), (0, 4));
-        let mut later = leads(40_000);
+        let mut later = redirects(40_000);
         later[0].port = 40_001;
         let (go, come) = wanted.change(vec![(port.name.clone(), later)]);
         let frontend = port.frontends[0];
-        let led = Led { family: IpFamily::Ipv4, protocol: Protocol::Tcp, frontend };
-        assert_eq!((go, come), (Leads::from([(led, 40_000)]), Leads::from([(led, 40_001)])));
+        let redirected = RedirectedFrontend { family: IpFamily::Ipv4, protocol: Protocol::Tcp, frontend };
+        assert_eq!(
+            (go, come),
+            (PortRedirects::from([(redirected, 40_000)]), PortRedirects::from([(redirected, 40_001)]))
+        );
         let (go, come) = wanted.change(vec![(port.name.clone(), Vec::new())]);
         assert_eq!((go.len(), come.len()), (4, 0));
-        assert!(wanted.leads().is_empty());
+        assert!(wanted.redirects().is_empty());
     }
 
     #[test]
@@ -332,17 +354,17 @@ mod tests {
         let port = web(&["10.0.0.1:80"], TrafficPolicy::Cluster);
         let mut heir = port.name.clone();
         heir.port = "heir".into();
-        let lead = |number| vec![Lead { frontend: port.frontends[0], port: number }];
+        let port_redirect = |number| vec![PortRedirect { frontend: port.frontends[0], port: number }];
         let mut wanted = Wanted::default();
-        wanted.change(vec![(port.name.clone(), lead(40_000))]);
-        let (go, come) = wanted.change(vec![(port.name.clone(), Vec::new()), (heir, lead(40_001))]);
+        wanted.change(vec![(port.name.clone(), port_redirect(40_000))]);
+        let (go, come) = wanted.change(vec![(port.name.clone(), Vec::new()), (heir, port_redirect(40_001))]);
         assert_eq!((go.len(), come.len()), (1, 1));
         assert_eq!(go.keys().next(), come.keys().next());
     }
 
-    fn led(kind: FrontendKind, protocol: Protocol, address: &str, port: u16) -> Led {
+    fn redirected(kind: FrontendKind, protocol: Protocol, address: &str, port: u16) -> RedirectedFrontend {
         let frontend = Frontend { kind, address: address.parse().unwrap(), port };
-        Led { family: IpFamily::Ipv4, protocol, frontend }
+        RedirectedFrontend { family: IpFamily::Ipv4, protocol, frontend }
     }
 
     #[rstest]
@@ -354,10 +376,11 @@ mod tests {
     #[case::node_port("192.0.2.1:30053", "192.0.2.1:40001", true)]
     #[case::node_port_of_another_node("192.0.2.2:30053", "192.0.2.2:30053", false)]
     fn flows_after_a_change(#[case] destination: &str, #[case] replier: &str, #[case] expected: bool) {
-        let cluster_ip = |address| led(FrontendKind::ClusterIp, Protocol::Udp, address, 53);
-        let node_port = led(FrontendKind::NodePort, Protocol::Udp, "0.0.0.0", 30_053);
-        let go = Leads::from([(cluster_ip("10.96.0.10"), 40_001), (cluster_ip("10.96.0.11"), 40_001)]);
-        let come = Leads::from([(cluster_ip("10.96.0.10"), 40_002), (node_port, 40_003)]);
+        let cluster_ip = |address| redirected(FrontendKind::ClusterIp, Protocol::Udp, address, 53);
+        let node_port = redirected(FrontendKind::NodePort, Protocol::Udp, "0.0.0.0", 30_053);
+        let go =
+            PortRedirects::from([(cluster_ip("10.96.0.10"), 40_001), (cluster_ip("10.96.0.11"), 40_001)]);
+        let come = PortRedirects::from([(cluster_ip("10.96.0.10"), 40_002), (node_port, 40_003)]);
         let mut stale = StaleFlows::default();
         note(&mut stale, Protocol::Udp, &go, &come);
         let node = BTreeSet::from(["192.0.2.1".parse().unwrap()]);
@@ -368,8 +391,8 @@ mod tests {
     #[test]
     fn connections_of_tcp_are_not_asked_for() {
         let mut stale = StaleFlows::default();
-        let node_port = led(FrontendKind::NodePort, Protocol::Tcp, "0.0.0.0", 30_080);
-        note(&mut stale, Protocol::Udp, &Leads::from([(node_port, 40_001)]), &Leads::new());
+        let node_port = redirected(FrontendKind::NodePort, Protocol::Tcp, "0.0.0.0", 30_080);
+        note(&mut stale, Protocol::Udp, &PortRedirects::from([(node_port, 40_001)]), &PortRedirects::new());
         assert!(stale.is_empty());
     }
 }

@@ -4,7 +4,7 @@
 
 use std::{io, net::IpAddr};
 
-use super::{DIALLING_GROUP, LeadingRules, Leads, Led, RedirectError, Wanted};
+use super::{DIALLING_GROUP, PortRedirects, RedirectError, RedirectRules, RedirectedFrontend, Wanted};
 use crate::{
     model::{
         desired::FrontendKind,
@@ -59,12 +59,12 @@ impl RedirectSet {
 }
 
 /// Returns the nftables map of a frontend's element, and the element's key.
-fn element(led: &Led) -> (RedirectSet, Vec<u8>) {
-    let protocol_and_port = protocol_and_port(led.protocol, led.frontend.port);
-    match led.frontend.kind {
+fn element(redirected: &RedirectedFrontend) -> (RedirectSet, Vec<u8>) {
+    let protocol_and_port = protocol_and_port(redirected.protocol, redirected.frontend.port);
+    match redirected.frontend.kind {
         FrontendKind::NodePort => (RedirectSet::NodePorts, protocol_and_port.to_vec()),
         FrontendKind::ClusterIp | FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {
-            let address = address_bytes(led.frontend.address);
+            let address = address_bytes(redirected.frontend.address);
             (RedirectSet::Frontends, [address.as_slice(), &protocol_and_port].concat())
         }
     }
@@ -83,25 +83,25 @@ fn protocol_and_port(protocol: Protocol, port: u16) -> [u8; 8] {
 }
 
 /// Returns the keys of one nftables map in one IP family, each with the port of its listener.
-fn elements_of(leads: &Leads, family: IpFamily, set: RedirectSet) -> Vec<(Vec<u8>, u16)> {
-    let of_family = leads.iter().filter(|(led, _)| led.family == family);
-    let elements = of_family.map(|(led, port)| (element(led), *port));
+fn elements_of(redirects: &PortRedirects, family: IpFamily, set: RedirectSet) -> Vec<(Vec<u8>, u16)> {
+    let of_family = redirects.iter().filter(|(redirected, _)| redirected.family == family);
+    let elements = of_family.map(|(redirected, port)| (element(redirected), *port));
     elements.filter(|((of, _), _)| *of == set).map(|((_, key), port)| (key, port)).collect()
 }
 
-fn add(batch: &mut Batch, family: IpFamily, leads: &Leads) {
+fn add(batch: &mut Batch, family: IpFamily, redirects: &PortRedirects) {
     for set in [RedirectSet::Frontends, RedirectSet::NodePorts] {
         let data = |port: u16| ElementData::Value(port.to_be_bytes().to_vec());
-        let elements = elements_of(leads, family, set);
+        let elements = elements_of(redirects, family, set);
         let elements: Vec<_> = elements.into_iter().map(|(key, port)| (key, data(port))).collect();
         let members = elements.iter().map(|(key, data)| (key.as_slice(), data, [].as_slice()));
         batch.add_elements(family.into(), TABLE, set.name(), members);
     }
 }
 
-fn delete(batch: &mut Batch, family: IpFamily, leads: &Leads) {
+fn delete(batch: &mut Batch, family: IpFamily, redirects: &PortRedirects) {
     for set in [RedirectSet::Frontends, RedirectSet::NodePorts] {
-        let elements = elements_of(leads, family, set);
+        let elements = elements_of(redirects, family, set);
         let keys = elements.iter().map(|(key, _)| key.as_slice());
         batch.delete_elements(family.into(), TABLE, set.name(), keys);
     }
@@ -153,7 +153,7 @@ fn make_table(batch: &mut Batch, family: IpFamily, own: Option<IpAddr>) {
         vec![own, Expression::DestinationNat { family: table_family, address, port }]
     });
     let arriving = translate.unwrap_or_else(|| redirect.clone());
-    for (chain, hook, lead) in
+    for (chain, hook, then) in
         [("prerouting", NetfilterHook::Prerouting, &arriving), ("output", NetfilterHook::Output, &redirect)]
     {
         let base = BaseChain { kind: ChainType::Nat, hook, priority: PRIORITY };
@@ -168,7 +168,7 @@ fn make_table(batch: &mut Batch, family: IpFamily, own: Option<IpAddr>) {
         node_ports.extend(load_protocol_and_port(0));
         node_ports.push(find(RedirectSet::NodePorts));
         for keys in [frontends, node_ports] {
-            batch.add_rule(table_family, TABLE, chain, &[keys.as_slice(), lead].concat(), &[]);
+            batch.add_rule(table_family, TABLE, chain, &[keys.as_slice(), then].concat(), &[]);
         }
     }
 }
@@ -214,7 +214,7 @@ impl Tables {
     }
 }
 
-impl LeadingRules for Tables {
+impl RedirectRules for Tables {
     fn by(&self) -> String {
         "nf_tables".to_owned()
     }
@@ -223,7 +223,12 @@ impl LeadingRules for Tables {
         self.families.clone()
     }
 
-    fn change(&mut self, wanted: &Wanted, go: &Leads, come: &Leads) -> Result<(), RedirectError> {
+    fn change(
+        &mut self,
+        wanted: &Wanted,
+        go: &PortRedirects,
+        come: &PortRedirects,
+    ) -> Result<(), RedirectError> {
         let mut batch = Batch::default();
         self.families.iter().for_each(|family| delete(&mut batch, *family, go));
         self.families.iter().for_each(|family| add(&mut batch, *family, come));
@@ -257,7 +262,7 @@ fn rebuild(kernel: &NfTables, family: IpFamily, wanted: &Wanted) -> Result<(), R
     batch.add_table(table_family, TABLE, COMMENT);
     batch.delete_table(table_family, TABLE);
     make_table(&mut batch, family, wanted.own(family));
-    add(&mut batch, family, &wanted.leads());
+    add(&mut batch, family, &wanted.redirects());
     let addresses: Vec<_> = wanted.node_addresses(family).map(address_bytes).collect();
     let members = addresses.iter().map(|address| (address.as_slice(), &ElementData::None, [].as_slice()));
     batch.add_elements(table_family, TABLE, RedirectSet::NodeAddresses.name(), members);
@@ -316,10 +321,10 @@ mod tests {
         #[case] key: &[u8],
     ) {
         let frontend = Frontend { kind, address: "10.96.0.1".parse().unwrap(), port };
-        let led = Led { family: IpFamily::Ipv4, protocol: Protocol::Tcp, frontend };
-        assert_eq!(element(&led), (set, key.to_vec()));
-        let leads = Leads::from([(led, 40_000)]);
-        assert_eq!(elements_of(&leads, IpFamily::Ipv4, set), [(key.to_vec(), 40_000)]);
-        assert_eq!(elements_of(&leads, IpFamily::Ipv6, set), []);
+        let redirected = RedirectedFrontend { family: IpFamily::Ipv4, protocol: Protocol::Tcp, frontend };
+        assert_eq!(element(&redirected), (set, key.to_vec()));
+        let redirects = PortRedirects::from([(redirected, 40_000)]);
+        assert_eq!(elements_of(&redirects, IpFamily::Ipv4, set), [(key.to_vec(), 40_000)]);
+        assert_eq!(elements_of(&redirects, IpFamily::Ipv6, set), []);
     }
 }

@@ -7,7 +7,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard},
 };
 
-use super::{LeadingRules, Leads, Redirect, RedirectError, Wanted};
+use super::{PortRedirects, Redirect, RedirectError, RedirectRules, Wanted};
 use crate::{model::objects::IpFamily, sys::CallError};
 
 #[derive(Debug, Default)]
@@ -32,7 +32,7 @@ impl Notes {
     }
 }
 
-impl LeadingRules for Notes {
+impl RedirectRules for Notes {
     fn by(&self) -> String {
         "notes".to_owned()
     }
@@ -41,7 +41,12 @@ impl LeadingRules for Notes {
         vec![IpFamily::Ipv4]
     }
 
-    fn change(&mut self, wanted: &Wanted, _go: &Leads, _come: &Leads) -> Result<(), RedirectError> {
+    fn change(
+        &mut self,
+        wanted: &Wanted,
+        _go: &PortRedirects,
+        _come: &PortRedirects,
+    ) -> Result<(), RedirectError> {
         self.rewrite(wanted)
     }
 
@@ -51,7 +56,7 @@ impl LeadingRules for Notes {
             return Err(CallError::new("note", io::ErrorKind::ResourceBusy.into()).into());
         }
         noted.node_addresses = wanted.addresses.clone();
-        noted.frontends = wanted.leads().len();
+        noted.frontends = wanted.redirects().len();
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! The rules that lead clients to the listeners, in the kernel.
+//! The rules that redirect clients to the listeners, in the kernel.
 
 use super::*;
 

@@ -41,7 +41,7 @@ pub struct Record {
     pub node: String,
     pub mode: String,
     /// The secondary mode, which serves what `mode` cannot.
-    #[serde(rename = "beside")]
+    #[serde(alias = "beside")]
     pub secondary: Option<String>,
     pub reasons: Vec<String>,
     /// The reason why this mode was chosen instead of the one that was asked for, if it was.

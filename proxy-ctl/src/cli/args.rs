@@ -159,7 +159,7 @@ The exit code is 1 if the caller may not read everything.
 
 JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind, others[]: {name, hook, isBefore}}, xdp[]: as xdp.uplinks[] of `probe`, workloadInterfaces, with ebpf.xdp: {forwarded: number of interfaces to which XDP forwards packets for pods, notForwarded: {reason: count}}, withdrawsIn: seconds, maps[]: {name, used, capacity, bytes}, counters[]: {reason, count}, formerKubeProxy: {left[]: {location, what, count}, blockedBy[], unknown[]}, unservedFields[]: {namespace, name, port, protocol, family, field, effect, instead}, unreadable[]: what the caller may not read, and why}.
 
-A value that is not known is null. effect is servedDifferently, handedOver, leftToNode, partlyServed or notServed.";
+A value that is not known is null. effect is servedDifferently, delegated, leftToNode, partlyServed or notServed.";
 
 /// List what is served, or one service
 #[derive(Debug, ClapArgs)]

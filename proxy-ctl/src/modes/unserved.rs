@@ -46,7 +46,7 @@ impl Effect {
         match self {
             Self::ServedDifferently => "servedDifferently",
             Self::NotToOwnNode(_) | Self::Refused | Self::PartlyServed => "partlyServed",
-            Self::Delegated => "handedOver",
+            Self::Delegated => "delegated",
             Self::LeftToNode => "leftToNode",
             Self::NotServed => "notServed",
         }

@@ -83,7 +83,7 @@ pub struct UnservedFieldRecord {
     pub family: String,
     /// The name that Kubernetes gives the field, such as `spec.sessionAffinity`.
     pub field: String,
-    /// One of `servedDifferently`, `handedOver`, `leftToNode`, `partlyServed` and `notServed`.
+    /// One of `servedDifferently`, `delegated`, `leftToNode`, `partlyServed` and `notServed`.
     pub effect: String,
     /// A description for people of what happens instead.
     pub instead: String,

@@ -181,7 +181,7 @@ fn service_ports_that_are_delegated_are_listed_or_counted() {
         namespace: "shop".into(),
         name,
         field: field.into(),
-        effect: "handedOver".into(),
+        effect: "delegated".into(),
         instead: "served by the secondary mode nftables".into(),
         ..UnservedFieldRecord::default()
     };

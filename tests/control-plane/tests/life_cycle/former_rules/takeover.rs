@@ -296,7 +296,7 @@ pub(crate) fn what_is_delegated_holds_no_removal_back(world: &mut World) -> Resu
             let all = status["unservedFields"].as_array()?;
             all.iter().find(|one| one["name"] == *name)?["effect"].as_str().map(str::to_owned)
         };
-        Ok((of("associations").as_deref() == Some("handedOver")).then_some(()))
+        Ok((of("associations").as_deref() == Some("delegated")).then_some(()))
     };
     until("what status says is not served as asked", unserved_fields, || proxy.log())?;
     own.until_metric(&proxy, "proxy_former_rule_blockers", |count| count == 0.0)?;

@@ -57,7 +57,7 @@ pub struct Record {
     /// Service ports for which the rules of another kube-proxy stay, each with the reason.
     pub removal_blockers: Vec<String>,
     /// The fields that are not served as asked, by service port.
-    #[serde(rename = "unsupported")]
+    #[serde(alias = "unsupported")]
     pub unserved_fields: Vec<UnservedFieldRecord>,
     /// The fields that this node has reported by events.
     pub told: Vec<UnservedFieldRecord>,

@@ -267,10 +267,10 @@ pub mod program {
     }
     further! {
         /// The XDP program of uplinks, which runs before the network stack.
-        uplink_transit;
+        xdp_forward;
         /// The XDP program of uplinks for kernels whose drivers hand over frames in fragments, from
         /// Linux 5.18 on.
-        uplink_transit_frags;
+        xdp_forward_frags;
         /// The program on the cgroup that runs when a socket is closed. It is attached only while
         /// sockets are counted.
         sock_release;

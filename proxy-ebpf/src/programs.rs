@@ -70,11 +70,11 @@ macro_rules! packet_hooks {
 proxy_common::packet_programs!(packet_hooks);
 
 #[xdp]
-pub fn uplink_transit(ctx: XdpContext) -> u32 {
+pub fn xdp_forward(ctx: XdpContext) -> u32 {
     forward(Frame::whole(ctx.ctx))
 }
 
 #[xdp(frags)]
-pub fn uplink_transit_frags(ctx: XdpContext) -> u32 {
+pub fn xdp_forward_frags(ctx: XdpContext) -> u32 {
     forward(Frame::in_fragments(ctx.ctx))
 }

@@ -228,7 +228,7 @@ impl Step {
     }
 
     fn forwards(packet: Packet, verdict: Verdict) -> Self {
-        Self { at: At::Uplink, verdict, ..Self::translates(program::uplink_transit, packet) }
+        Self { at: At::Uplink, verdict, ..Self::translates(program::xdp_forward, packet) }
     }
 
     fn at(self, at: At) -> Self {
@@ -243,7 +243,7 @@ impl Step {
         let context = match self.at {
             At::Here => None,
             At::Forwarded => Some(packet_context(LOOPBACK, 0)),
-            At::Uplink if self.program == program::uplink_transit => Some(frame_context(uplink, bytes)),
+            At::Uplink if self.program == program::xdp_forward => Some(frame_context(uplink, bytes)),
             At::Uplink => Some(packet_context(uplink, 0)),
             At::Pod => Some(packet_context(devices.pod.as_ref().map_or(0, |pod| pod.index), 0)),
         };

@@ -290,7 +290,7 @@ impl World {
 
     /// Attaches the XDP program to this interface, so that frames can come by it.
     pub(crate) fn attach_xdp(&mut self, interface: &str) -> Result<()> {
-        let name = program::uplink_transit;
+        let name = program::xdp_forward;
         self.load_xdp(name)?
             .attach(interface, XdpMode::Driver)
             .with_context(|| format!("attaching {name}"))?;
@@ -308,7 +308,7 @@ impl World {
 
     /// Runs the XDP program on a frame that comes by the interface with this index, in one piece.
     pub(crate) fn run_xdp(&self, interface: u32, frame: &[u8]) -> Result<Output> {
-        self.run_xdp_program(program::uplink_transit, &frame_context(interface, frame), frame)
+        self.run_xdp_program(program::xdp_forward, &frame_context(interface, frame), frame)
     }
 
     /// Runs the XDP program on a frame whose first `first` bytes are in one piece. The rest is in
@@ -322,7 +322,7 @@ impl World {
         if !has_xdp_fragments()? {
             bail!(Skip("the kernel has no frames in fragments (5.18)".to_owned()));
         }
-        let name = program::uplink_transit_frags;
+        let name = program::xdp_forward_frags;
         self.load_xdp(name)?;
         let output = self.run_xdp_program(name, &frame_context(interface, &frame[..first]), frame);
         // Kernels before 6.18 fill a page before they begin a fragment.

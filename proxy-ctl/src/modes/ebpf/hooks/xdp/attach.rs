@@ -39,13 +39,13 @@ const MODES: [XdpMode; 2] = [XdpMode::Native, XdpMode::Generic];
 /// The most keys of an interface in `redirect_targets`.
 const KEYS_OF_TARGET: usize = 2;
 
-/// Returns the best program that the kernel has the helpers for. With `uplink_transit_frags`,
+/// Returns the best program that the kernel has the helpers for. With `xdp_forward_frags`,
 /// drivers that deliver frames in fragments (Linux 5.18) take longer ones.
 fn best_program() -> &'static str {
     // A process that may not ask may not load programs either.
     match is_helper_supported(ProgramType::Xdp, BpfHelper::BPF_FUNC_xdp_get_buff_len) {
-        Ok(true) => program::uplink_transit_frags,
-        Ok(false) | Err(_) => program::uplink_transit,
+        Ok(true) => program::xdp_forward_frags,
+        Ok(false) | Err(_) => program::xdp_forward,
     }
 }
 

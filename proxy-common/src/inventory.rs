@@ -110,8 +110,8 @@ macro_rules! maps {
             opening_flows6: lru_hash(FlowKey<A6>, Flow<A6>), [OpeningFlows];
             /// Host connections, which leave with an address that flows are masqueraded to.
             /// Programs write it.
-            foreign_flows4: lru_hash(FlowKey<A4>, HostConnection), [OpeningFlows];
-            foreign_flows6: lru_hash(FlowKey<A6>, HostConnection), [OpeningFlows];
+            host_connections4: lru_hash(FlowKey<A4>, HostConnection), [OpeningFlows];
+            host_connections6: lru_hash(FlowKey<A6>, HostConnection), [OpeningFlows];
             /// The backend of each client of a service with session affinity. Programs write it,
             /// and the controller removes what has expired.
             affinity4: lru_hash(AffinityKey<A4>, Affinity), [Affinity];
@@ -227,7 +227,7 @@ pub mod map_name {
     /// The maps in which programs keep flows, in the order in which they are copied if they get
     /// another size.
     pub const OF_FLOWS: [&str; 6] =
-        [opening_flows4, opening_flows6, flows4, flows6, foreign_flows4, foreign_flows6];
+        [opening_flows4, opening_flows6, flows4, flows6, host_connections4, host_connections6];
 
     /// The pinned maps of former versions that no program needs any more.
     pub const FORMER: [&str; 6] = [

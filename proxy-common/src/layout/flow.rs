@@ -1,4 +1,4 @@
-//! Flows and host connections: the maps `flows4/6`, `opening_flows4/6` and `foreign_flows4/6`.
+//! Flows and host connections: the maps `flows4/6`, `opening_flows4/6` and `host_connections4/6`.
 
 use super::Address;
 use crate::port::Port;
@@ -232,7 +232,7 @@ pub struct CachedHop {
     pub(crate) words: [u64; 3],
 }
 
-/// Value of the map `foreign_flows4/6` (LRU hash, key: [`FlowKey`] of the ends): host connections.
+/// Value of the map `host_connections4/6` (LRU hash, key: [`FlowKey`] of the ends).
 ///
 /// Such a connection leaves with an address of this node to which flows are masqueraded, too. The
 /// programs know nothing else of it.

@@ -338,7 +338,7 @@ pub static FIELDS: &[Field] = fields! {
          they would take more than 2 % of the machine's memory at once, or a quarter of the process's memory \
          limit when they are full. An entry takes 32 bytes at once, and 200 to 300 more while it is used.";
     "ebpf.limits.openingFlows", integer::<_, 0, MAX_ENTRIES>(|c| &mut c.ebpf.limits.opening_flows);
-        "The entries of the maps opening_flows4, opening_flows6, foreign_flows4 and foreign_flows6 each. A \
+        "The entries of the maps opening_flows4, opening_flows6, host_connections4 and host_connections6 each. A \
          full map first evicts flows that were not answered: at 50,000 new connections a second, 65536 entries \
          keep such a flow for 50 to 150 ms. Raise it on nodes that meet so many; 100,000 entries take 61 MB of \
          kernel memory. 0 means 65536 for each core and 1048576 at most. It means fewer if all flow maps would \

@@ -158,7 +158,7 @@ fn every_map_keeps_what_it_holds(#[case] first: u32, #[case] second: u32) {
         ("collected", limits.backends),
         ("flows4", limits.flows),
         ("opening_flows6", limits.opening_flows),
-        ("foreign_flows4", limits.opening_flows),
+        ("host_connections4", limits.opening_flows),
         ("affinity4", limits.affinity),
         ("fragments4", limits.fragments),
         ("source_ranges6", limits.source_ranges),
@@ -246,8 +246,8 @@ fn what_programs_have_written_to_either_map_is_kept() {
     drop(open(&mut sandbox, 1));
     add_flows(&sandbox, "maps/flows4", 3);
     let former: Flows = map(&sandbox, "maps/flows4");
-    let former_others: Map<FlowKey<[u8; 4]>, HostConnection> = map(&sandbox, "maps/foreign_flows4");
-    for name in ["flows4", "foreign_flows4"] {
+    let former_others: Map<FlowKey<[u8; 4]>, HostConnection> = map(&sandbox, "maps/host_connections4");
+    for name in ["flows4", "host_connections4"] {
         fs::rename(sandbox.map_pin(name), sandbox.pins("before").join(name)).unwrap();
         pin_of(&donor, name, &sandbox.map_pin(name));
     }
@@ -275,7 +275,7 @@ fn what_programs_have_written_to_either_map_is_kept() {
     let mut flows = new.read_all().unwrap();
     flows.sort_unstable_by_key(|(_, flow)| flow.client_port());
     assert_eq!(flows, expected.map(|flow| (flow.client_key(), flow)));
-    assert_eq!(map(&sandbox, "maps/foreign_flows4").get(&key).unwrap(), Some(others));
+    assert_eq!(map(&sandbox, "maps/host_connections4").get(&key).unwrap(), Some(others));
     assert_finished(&sandbox);
 }
 

@@ -26,7 +26,7 @@ use proxy_ctl::sys::bpf::{map::Map, pinned};
 /// The other maps that the programs write are arrays and storage of sockets, to which no packet
 /// adds an entry.
 pub(super) const MAPS: [&str; 6] =
-    ["flows", "opening_flows", "affinity", "fragments", "foreign_flows", "connections"];
+    ["flows", "opening_flows", "affinity", "fragments", "host_connections", "connections"];
 
 /// Number of entries in each of [`MAPS`].
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -110,14 +110,14 @@ impl PinnedMaps {
                 self.count::<FlowKey<[u8; 4]>, Flow<[u8; 4]>>(map_name::opening_flows4)?,
                 self.count::<AffinityKey<[u8; 4]>, Affinity>(map_name::affinity4)?,
                 self.count::<FragmentKey<[u8; 4]>, FirstFragment<[u8; 4]>>(map_name::fragments4)?,
-                self.count::<FlowKey<[u8; 4]>, HostConnection>(map_name::foreign_flows4)?,
+                self.count::<FlowKey<[u8; 4]>, HostConnection>(map_name::host_connections4)?,
             ],
             Family::V6 => [
                 self.count::<FlowKey<[u8; 16]>, Flow<[u8; 16]>>(map_name::flows6)?,
                 self.count::<FlowKey<[u8; 16]>, Flow<[u8; 16]>>(map_name::opening_flows6)?,
                 self.count::<AffinityKey<[u8; 16]>, Affinity>(map_name::affinity6)?,
                 self.count::<FragmentKey<[u8; 16]>, FirstFragment<[u8; 16]>>(map_name::fragments6)?,
-                self.count::<FlowKey<[u8; 16]>, HostConnection>(map_name::foreign_flows6)?,
+                self.count::<FlowKey<[u8; 16]>, HostConnection>(map_name::host_connections6)?,
             ],
         };
         let connections = self.count::<u32, Connections>(map_name::connections)?;

@@ -349,8 +349,8 @@ impl World {
     pub(crate) fn clear(&mut self) -> Result<()> {
         V4::clear(&mut self.ebpf)?;
         V6::clear(&mut self.ebpf)?;
-        clear(hash::<FlowKeyOf<V4>, HostConnection>(&mut self.ebpf, map_name::foreign_flows4)?)?;
-        clear(hash::<FlowKeyOf<V6>, HostConnection>(&mut self.ebpf, map_name::foreign_flows6)?)?;
+        clear(hash::<FlowKeyOf<V4>, HostConnection>(&mut self.ebpf, map_name::host_connections4)?)?;
+        clear(hash::<FlowKeyOf<V6>, HostConnection>(&mut self.ebpf, map_name::host_connections6)?)?;
         clear(hash::<u32, InterfaceSettings>(&mut self.ebpf, map_name::interfaces)?)?;
         clear(hash::<VlanTag, u32>(&mut self.ebpf, map_name::vlan_devices)?)?;
         clear(hash::<u32, u32>(&mut self.ebpf, map_name::pod_namespaces)?)?;

@@ -189,7 +189,7 @@ fn copy_map(paths: &Paths, name: &'static str) -> Result<(), Error> {
         map_name::flows6 => copy_flows::<V6>(paths, Stage::Established),
         map_name::opening_flows4 => copy_flows::<V4>(paths, Stage::Opening),
         map_name::opening_flows6 => copy_flows::<V6>(paths, Stage::Opening),
-        map_name::foreign_flows4 => copy_host_connections::<[u8; 4]>(paths, name),
+        map_name::host_connections4 => copy_host_connections::<[u8; 4]>(paths, name),
         _ => copy_host_connections::<[u8; 16]>(paths, name),
     }
 }

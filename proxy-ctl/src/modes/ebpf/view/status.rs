@@ -404,8 +404,8 @@ const NEVER_FULL: [&str; 12] = [
     map_name::moved_ports,
     map_name::fragments4,
     map_name::fragments6,
-    map_name::foreign_flows4,
-    map_name::foreign_flows6,
+    map_name::host_connections4,
+    map_name::host_connections6,
 ];
 
 /// Returns the capacities and sizes of the maps in `folder`, their known use, and the counters.

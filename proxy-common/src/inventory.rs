@@ -144,7 +144,7 @@ macro_rules! maps {
             masquerade_ports: shared_array(u32, FourPorts), (MASQUERADE_PORT_ROOM / 4);
             /// Ports of flows whose entries have another key than their packets have. Programs and
             /// the controller write it.
-            moved_ports: array(u32, u32), PORTS;
+            remapped_ports: array(u32, u32), PORTS;
             /// The destination that a connected socket has dialled, and its backend. Programs write
             /// it.
             socket_origin4: socket_storage(u32, SocketOrigin<A4>), 0;

@@ -1,5 +1,5 @@
 //! The node and its configuration: the maps `settings`, `lease`, `node_addresses4/6`,
-//! `masquerade_ports` and `moved_ports`.
+//! `masquerade_ports` and `remapped_ports`.
 
 /// Value of the map `node_addresses4/6` (hash, key: address): the addresses at which node ports are
 /// served.

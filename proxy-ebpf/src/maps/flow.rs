@@ -130,7 +130,7 @@ fn masquerade_port(random: u32, attempt: u32) -> Port {
 #[inline(always)]
 fn generation_of_remapped_ports() -> u32 {
     // A former controller has left 0 there, and programs have set ports to 1.
-    maps::moved_ports.get(u32::from(Port::NONE.number())).map_or(1, |generation| (*generation).max(1))
+    maps::remapped_ports.get(u32::from(Port::NONE.number())).map_or(1, |generation| (*generation).max(1))
 }
 
 /// Each [`Routine`] as a global function. The verifier goes through one once, whatever its callers know; since 5.6. It gets the [`Scratch`] of
@@ -265,7 +265,7 @@ macro_rules! flow_maps {
             #[inline(always)]
             fn is_remapped(&self, port: Port) -> bool {
                 // Most ports were never set: then the generation is not looked up.
-                maps::moved_ports.get(u32::from(port.number())).is_some_and(|set_in| {
+                maps::remapped_ports.get(u32::from(port.number())).is_some_and(|set_in| {
                     *set_in != 0 && flow::is_remapped(*set_in, generation_of_remapped_ports())
                 })
             }
@@ -276,7 +276,7 @@ macro_rules! flow_maps {
                     return;
                 }
                 let generation = generation_of_remapped_ports();
-                if let Some(set_in) = maps::moved_ports.get_ptr_mut(u32::from(port.number())) {
+                if let Some(set_in) = maps::remapped_ports.get_ptr_mut(u32::from(port.number())) {
                     // SAFETY: the pointer is to a map value, aligned to 4. Others write this
                     // generation too, or the one before or after it.
                     unsafe { write_volatile(set_in, generation) };

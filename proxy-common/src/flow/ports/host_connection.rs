@@ -17,7 +17,7 @@ use crate::{
 /// Nanoseconds after which a flow may have the ends of a host connection's datagrams. As long as conntrack keeps them.
 const KEPT: u64 = 120_000_000_000;
 
-/// Returns true if a port of `moved_ports` counts. `set_in` is its value: the generation
+/// Returns true if a port of `remapped_ports` counts. `set_in` is its value: the generation
 /// in which a program has set it, or the controller has met a flow for which it was set.
 /// `generation` is the current one, which the map has for port 0. The controller begins another
 /// one after it has met all flows, so that whatever is two generations old stands for no flow.

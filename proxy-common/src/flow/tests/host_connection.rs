@@ -238,7 +238,7 @@ fn clients_of_a_former_proxys_socket_get_flows(#[case] is_known_before: bool) {
     assert!(host.arriving(&datagram(CLIENT, node_port), Origin::Outside).is_ok());
 }
 
-/// The map `moved_ports` forgets a port two generations after its last flow.
+/// The map `remapped_ports` forgets a port two generations after its last flow.
 #[rstest]
 #[case::never_set(0, 1, false)]
 #[case::set_now(7, 7, true)]

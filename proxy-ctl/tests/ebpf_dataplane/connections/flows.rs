@@ -99,7 +99,7 @@ fn flows_expire_as_the_configuration_says() {
 fn a_port_is_remapped_as_long_as_a_flow_needs_it(#[case] flags: u32) {
     const GENERATION: u32 = 0;
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
-    let remapped: Map<u32, u32> = sandbox.map("moved_ports");
+    let remapped: Map<u32, u32> = sandbox.map("remapped_ports");
     let opening: Flows = sandbox.map("opening_flows4");
     let mut flow = reset(Port::new(1_000), clock::since_boot());
     (flow.flags, flow.state.reset) = (flags, 0);

@@ -50,7 +50,7 @@ fn changed_parameters_are_followed() {
 fn a_folder_of_a_version_without_these_maps_gets_them() {
     let Some(sandbox) = Sandbox::new() else { return };
     drop(sandbox.open());
-    for name in ["masquerade_ports", "moved_ports", "host_connections4", "host_connections6"] {
+    for name in ["masquerade_ports", "remapped_ports", "host_connections4", "host_connections6"] {
         fs::remove_file(sandbox.map_pin(name)).unwrap();
     }
     let mut dataplane = sandbox.open();

@@ -1,4 +1,4 @@
-//! The map `moved_ports`: source ports of flows with another key than their packets say.
+//! The map `remapped_ports`: source ports of flows with another key than their packets say.
 //!
 //! Programs set a port before they insert such a flow. Nobody clears a port: a program could set it
 //! in the same moment, and its flow would not be found. Instead, each port has the number of the

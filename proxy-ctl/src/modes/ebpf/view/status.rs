@@ -401,7 +401,7 @@ const NEVER_FULL: [&str; 12] = [
     map_name::event_control,
     map_name::counters,
     map_name::masquerade_ports,
-    map_name::moved_ports,
+    map_name::remapped_ports,
     map_name::fragments4,
     map_name::fragments6,
     map_name::host_connections4,

@@ -390,7 +390,7 @@ impl CommonMaps {
             redirect_sources: NamedMap::open(folder, map_name::redirect_sources, None)?,
             redirect_targets: NamedMap::open(folder, map_name::redirect_targets, None)?,
             masquerade_ports: shared(folder, map_name::masquerade_ports, writable)?,
-            remapped_ports: NamedMap::open(folder, map_name::moved_ports, None)?,
+            remapped_ports: NamedMap::open(folder, map_name::remapped_ports, None)?,
             settings: NamedMap::open(folder, map_name::settings, None)?,
             lease: NamedMap::open(folder, map_name::lease, None)?,
             counters: per_cpu(folder, map_name::counters)?,

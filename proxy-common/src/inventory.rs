@@ -239,6 +239,13 @@ pub mod map_name {
         "foreign_flows6_maps",
     ];
 
+    /// The names that maps had in former versions, each with today's name.
+    pub const RENAMED: [(&str, &str); 3] = [
+        ("foreign_flows4", host_connections4),
+        ("foreign_flows6", host_connections6),
+        ("moved_ports", remapped_ports),
+    ];
+
     /// The map of the programs' log. It is not pinned: each load of the programs has its own.
     pub const kernel_log: &str = "kernel_log";
     /// The map with the time, in nanoseconds since boot, until which no flow opens. It is not

@@ -98,6 +98,7 @@ impl EbpfDataplane {
         paths.create(&config.bpffs)?;
         let lock = paths.lock()?;
         let mut shapes = maps::handles::shapes(&config.limits);
+        maps::resize::follow_names(&paths)?;
         let flow_maps = FlowMapResize::adopt(&paths, &mut shapes)?;
         maps::resize::set_aside(&paths, &mut shapes)?;
 

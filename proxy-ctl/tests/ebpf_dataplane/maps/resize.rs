@@ -353,6 +353,32 @@ fn flows_of_a_version_with_arrays_of_maps_are_adopted() {
     assert_eq!(former, [false; 6]);
 }
 
+/// A former version has pinned a map under another name. One that was started once more after this
+/// version has made a second map.
+#[test]
+fn maps_that_had_another_name_are_adopted() {
+    let Some(mut sandbox) = Sandbox::new() else { return };
+    drop(open(&mut sandbox, 1));
+    let ids = |sandbox: &Sandbox| {
+        map_name::RENAMED.map(|(_, name)| {
+            let map = bpf::pinned(&sandbox.map_pin(name)).unwrap();
+            bpf::map_info(map.as_fd()).unwrap().id
+        })
+    };
+    let expected = ids(&sandbox);
+    for (former, name) in map_name::RENAMED {
+        fs::rename(sandbox.map_pin(name), sandbox.map_pin(former)).unwrap();
+    }
+    drop(open(&mut sandbox, 1));
+    assert_eq!(ids(&sandbox), expected);
+    for (former, name) in map_name::RENAMED {
+        pin_of(&sandbox, name, &sandbox.map_pin(former));
+    }
+    drop(open(&mut sandbox, 1));
+    assert_eq!(ids(&sandbox), expected);
+    assert!(map_name::RENAMED.iter().all(|(former, _)| !sandbox.map_pin(former).exists()));
+}
+
 /// The programs that are attached use the maps of the new size, and the former maps are gone.
 #[test]
 fn attached_programs_are_swapped_for_a_new_size() {

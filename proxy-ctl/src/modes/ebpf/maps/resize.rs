@@ -75,7 +75,7 @@ pub(crate) struct KeptSizes(Vec<Limit>);
 impl KeptSizes {
     /// Keeps the sizes of a limit's maps if `needed` entries do not fit into the new size of one.
     pub(crate) fn see(&mut self, new: &Shape, needed: u64) {
-        let Shape { name: name, entries: wanted, limit, .. } = *new;
+        let Shape { name, entries: wanted, limit, .. } = *new;
         if let Some(limit) = limit.filter(|_| needed > u64::from(wanted)) {
             tracing::warn!(
                 name,
@@ -224,6 +224,22 @@ pub(crate) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
     fs::rename(from, to).map_err(|source| Error::Folder { path: from.to_owned(), source })
 }
 
+/// Gives the maps that a former version has pinned under other names the names of today. A map that
+/// has both names is the one of today's name, because this version has served meanwhile.
+pub(crate) fn follow_names(paths: &Paths) -> Result<(), Error> {
+    for folder in [paths.maps(), paths.before()] {
+        for (former, name) in map_name::RENAMED {
+            let (former, name) = (folder.join(former), folder.join(name));
+            if name.exists() {
+                removed(&former, fs::remove_file(&former))?;
+            } else if former.exists() {
+                rename(&former, &name)?;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Copies the maps that were set aside into the ones made instead of them.
 pub(crate) fn transfer(paths: &Paths, shapes: &[Shape]) -> Result<(), Error> {
     for Shape { name, .. } in shapes.iter().filter(|shape| !shape.is_of_flows()) {
@@ -279,7 +295,7 @@ fn needed_slots(paths: &Paths) -> Result<u32, Error> {
 /// Returns the first index behind these sets and their lookup tables.
 pub(crate) fn end_of_slots(sets: [EndpointSet; 3]) -> u64 {
     let used = sets.iter().filter(|set| set.count() > 0);
-    used.map(|set| u64::from(set.first) + u64::from(set.indexes())).max().unwrap_or(0)
+    used.map(|set| u64::from(set.first) + u64::from(set.slot_count())).max().unwrap_or(0)
 }
 
 /// Copies a map that nobody writes meanwhile.

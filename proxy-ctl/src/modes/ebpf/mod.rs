@@ -123,14 +123,14 @@ impl EbpfDataplane {
 
     /// Lets maps that could not grow try it again at once, without the rest of a minute.
     pub fn stop_growth_rest(&mut self) {
-        self.folder.end_rest();
+        self.maps.end_rest();
     }
 }
 
 impl Programmed for EbpfDataplane {
     fn snapshot(&self) -> Result<Snapshot, super::Error> {
         let (v4, v6) = (&self.services.v4.maps, &self.services.v6.maps);
-        Ok(Reader { common: &self.services.shared.maps, v4, v6, paths: &self.folder.paths }.snapshot()?)
+        Ok(Reader { common: &self.services.shared.maps, v4, v6, paths: &self.maps.paths }.snapshot()?)
     }
 
     fn usage(&self) -> Result<Usage, super::Error> {

@@ -71,7 +71,7 @@ impl EbpfDataplane {
             }
         }
         if let Some(counter) = sockets {
-            counter.recount(&self.folder.paths.maps(), &self.services.v4.maps, &self.services.v6.maps)?;
+            counter.recount(&self.maps.paths.maps(), &self.services.v4.maps, &self.services.v6.maps)?;
         }
         self.stop_counting()
     }

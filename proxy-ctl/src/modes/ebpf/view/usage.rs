@@ -56,10 +56,10 @@ impl EbpfDataplane {
         used.extend(self.services.v4.maps.connections.used()?);
         let counted = self.services.shared.maps.service_counters.capacity();
         used.insert(map_name::service_counters, u64::from(counted.min(self.services.shared.ids.used())));
-        let may_grow = self.folder.may_grow();
+        let may_grow = self.maps.may_grow();
         Ok(view::status::usage(
-            &self.folder.paths.maps(),
-            &self.folder.shapes,
+            &self.maps.paths.maps(),
+            &self.maps.shapes,
             &may_grow,
             &used,
             &self.services.shared.maps,

@@ -25,7 +25,7 @@ impl Hooks {
 
     /// Swaps the programs of all hooks for these, which use other maps.
     pub(crate) fn use_programs(&mut self, loaded: (Programs, KernelLog)) -> Failures {
-        let unswapped = self.mend(loaded, &[]);
+        let unswapped = self.swap_in(loaded, &[]);
         self.are_swapped = unswapped.is_empty() || !self.may_run_former();
         unswapped
     }

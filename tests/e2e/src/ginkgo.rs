@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    env,
     fs::{self, File},
     path::Path,
     process::{Command, Stdio},
@@ -142,14 +143,23 @@ fn verdict(test: &Value) -> Verdict {
     }
 }
 
+/// Returns the text with `~` for the home folder of whoever runs the tests. The table of results is
+/// the same for everybody.
+fn without_home(text: &str) -> String {
+    match env::home_dir() {
+        Some(home) if home.parent().is_some() => text.replace(&format!("{}/", home.display()), "~/"),
+        _ => text.to_owned(),
+    }
+}
+
 /// Returns what ginkgo reports about a test, with the position in its source if it has failed.
 fn message(test: &Value) -> String {
     let failure = &test["Failure"];
     let text = failure["Message"].as_str().unwrap_or("no reason is given");
-    let text = text.strip_prefix("skipped - ").unwrap_or(text).trim();
+    let text = without_home(text.strip_prefix("skipped - ").unwrap_or(text).trim());
     match (failure["Location"]["FileName"].as_str(), is_failure(test)) {
         (Some(file), true) => format!("{text}\nat {file}:{}", failure["Location"]["LineNumber"]),
-        _ => text.to_owned(),
+        _ => text,
     }
 }
 
@@ -204,5 +214,12 @@ mod tests {
         let pattern = regex::Regex::new(&pattern(&names())).unwrap();
         assert!(pattern.is_match("Kubernetes e2e suite [sig-network] Services should serve (all)"));
         assert!(!pattern.is_match("Kubernetes e2e suite [sig-network] Services should serve (all) twice"));
+    }
+
+    #[test]
+    fn the_home_folder_is_not_told() {
+        let home = env::home_dir().unwrap();
+        let told = without_home(&format!("opening {}: not there", home.join("id_rsa").display()));
+        assert_eq!(told, "opening ~/id_rsa: not there");
     }
 }

@@ -29,11 +29,11 @@ pub(crate) fn node(cluster: &str, number: NodeNumber) -> String {
 pub(crate) fn build(cluster: &str, nodes: NodeNumber) -> Result<()> {
     let fabric = control_plane(cluster);
     add(&fabric)?;
-    // A client reaches the same node in all connections to a load balancer, because clients with
-    // session affinity need that.
+    // Connections to a load balancer are spread over its nodes by addresses and ports. By addresses
+    // alone, a Service without session affinity would seem to have it.
     sysctl(
         &fabric,
-        &[("net/ipv4/fib_multipath_hash_policy", "0"), ("net/ipv6/fib_multipath_hash_policy", "0")],
+        &[("net/ipv4/fib_multipath_hash_policy", "1"), ("net/ipv6/fib_multipath_hash_policy", "1")],
     )?;
     ip(
         Some(&fabric),

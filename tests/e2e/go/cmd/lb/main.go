@@ -1,6 +1,7 @@
 // lb stands in for a cloud's load balancers: it gives each Service of type LoadBalancer an address of each of its
 // families, and routes that address, in this network namespace, to nodes. With externalTrafficPolicy Local these are
-// the nodes whose health check port says that they have endpoints, otherwise all.
+// the nodes whose health check port says that they have endpoints, otherwise all. Connections are spread over these
+// nodes. With session affinity, all go to the first of them, because one client is all that the tests have.
 package main
 
 import (
@@ -194,6 +195,9 @@ func (b *balancer) targets(service *core.Service, family core.IPFamily, nodes []
 		}
 	}
 	slices.Sort(targets)
+	if service.Spec.SessionAffinity == core.ServiceAffinityClientIP && len(targets) > 1 {
+		targets = targets[:1]
+	}
 	return targets
 }
 

@@ -224,15 +224,13 @@ pub(crate) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
     fs::rename(from, to).map_err(|source| Error::Folder { path: from.to_owned(), source })
 }
 
-/// Gives the maps that a former version has pinned under other names the names of today. A map that
-/// has both names is the one of today's name, because this version has served meanwhile.
+/// Gives the maps that a former version has pinned under other names the names of today. If both
+/// names exist, the former version was started once more after this one, and its map is in use.
 pub(crate) fn follow_names(paths: &Paths) -> Result<(), Error> {
     for folder in [paths.maps(), paths.before()] {
         for (former, name) in map_name::RENAMED {
             let (former, name) = (folder.join(former), folder.join(name));
-            if name.exists() {
-                removed(&former, fs::remove_file(&former))?;
-            } else if former.exists() {
+            if former.exists() {
                 rename(&former, &name)?;
             }
         }

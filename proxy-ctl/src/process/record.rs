@@ -111,7 +111,8 @@ impl UnservedFieldRecord {
 
     /// Returns true if the field is delegated, so that it is served as it asks.
     pub(crate) fn is_delegated(&self) -> bool {
-        self.effect == Effect::Delegated.name()
+        // Former versions have the second name.
+        self.effect == Effect::Delegated.name() || self.effect == "handedOver"
     }
 
     /// Returns true if the node itself serves it.

@@ -1,4 +1,4 @@
-//! The one place that knows modes by name. A new mode is a folder and a line in [`entry`].
+//! Leads from the name of a mode to its [`Entry`]. A new mode has a line in [`entry`].
 
 use std::{collections::BTreeMap, path::Path, sync::Arc, time::Duration};
 

@@ -1,10 +1,10 @@
-//! The way of a packet from outside to a backend, or back from another node to the client: the driver sends it on before the stack has it, by the
+//! The way of a packet from outside to a backend, or back from another node to the client: XDP forwards it before the stack has it, by the
 //! interface that it has come by, by another uplink, or to a pod. All other packets pass, as they are, to the programs of TC.
 
 use aya_ebpf::bindings::xdp_action;
 use proxy_common::{
     family::{V4, V6},
-    flow::{self, Driver, FlowMaps, NextHop, Scratch},
+    flow::{self, FlowMaps, Forwarder, NextHop, Scratch},
     layout::{IN_FRAGMENTS, TAG_CUSTOMER, TAG_SERVICE, TO_POD, VlanTag},
     packet::{
         Bytes as _, Network, Packet, Then, Tunnel, outer_length, parse, rewrite_headers, shorten_lifetime,
@@ -155,7 +155,7 @@ fn parse_frame<F: XdpFamily>(frame: Frame, packet: &mut Packet<F::Address>) -> R
     parse::<F, _>(frame, packet.headers.network, packet)
 }
 
-impl<F: XdpFamily> Driver<F> for Frame
+impl<F: XdpFamily> Forwarder<F> for Frame
 where
     KernelMaps: FlowMaps<F>,
 {
@@ -197,7 +197,7 @@ where
     KernelMaps: FlowMaps<F>,
 {
     // What is longer than the next hop takes is the stack's, which tells the sender.
-    let length = Driver::<F>::packet_length(&frame, scratch);
+    let length = Forwarder::<F>::packet_length(&frame, scratch);
     let Ok(length) = u16::try_from(length) else { return NO };
     let Scratch { packet, action, interface, next_hop, .. } = scratch;
     let rewrite = &action.rewrite;

@@ -76,7 +76,7 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowMaps<F>>(
             if own.position == Position::ToFrontend && !is_from_host(scratch) {
                 end_if_gone(maps, scratch, own.entry)?;
             }
-            if forward::answers_driver(maps, scratch, own.position) {
+            if forward::answers_xdp(maps, scratch, own.position) {
                 scratch.action.then = Then::SkipStack;
                 return Ok(());
             }

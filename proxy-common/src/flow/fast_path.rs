@@ -10,7 +10,7 @@ use super::{
     FlowMaps, Scratch, Side, Stage,
     entries::is_stale,
     find::{Found, is_of_origin, read},
-    forward::{answers_driver, is_by_stack, skips_stack},
+    forward::{answers_xdp, is_by_stack, skips_stack},
     tcp,
     translate::{translate_arriving, translate_leaving},
     tuples::Position,
@@ -50,7 +50,7 @@ pub fn arriving_fast<F: Family, T: FlowMaps<F>>(
     if found.position == Position::ToBackend || is_anothers {
         return None;
     }
-    if answers_driver(maps, scratch, found.position) {
+    if answers_xdp(maps, scratch, found.position) {
         scratch.action.then = Then::SkipStack;
         return Some(Ok(()));
     }

@@ -58,7 +58,7 @@ pub use entries::{collect, copy, lifetimes::FlowLifetimes};
 pub use fast_path::{arriving_fast, leaving_fast};
 pub use forward::{
     forward,
-    next_hop::{Driver, NextHop},
+    next_hop::{Forwarder, NextHop},
 };
 pub use leaving::{cannot_skip_stack, encapsulating, leaving};
 pub use open::{

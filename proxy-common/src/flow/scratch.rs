@@ -110,6 +110,6 @@ pub(super) enum OverlappingFlow {
 pub struct Clock {
     /// Counts the ticks of the kernel's timer.
     pub tick: u64,
-    /// Nanoseconds as of [`now`](crate::map_access::AffinityTables::now).
+    /// Nanoseconds as of [`now`](crate::map_access::AffinityMaps::now).
     pub time: u64,
 }

@@ -266,7 +266,7 @@ fn track_another_syn<F: Family, T: FlowMaps<F>>(
     entry: T::Entry,
     others: Option<T::Entry>,
 ) {
-    let Scratch { flow, packet: Packet { segment, .. }, entry: fast_path, .. } = scratch;
+    let Scratch { flow, packet: Packet { segment, .. }, entry: of_others, .. } = scratch;
     let silence = maps.now().saturating_sub(flow.last_seen);
     if flow.state.progress < PROGRESS_CONFIRMED {
         if silence > REFRESH_AFTER {
@@ -282,7 +282,7 @@ fn track_another_syn<F: Family, T: FlowMaps<F>>(
     } else if silence > SILENT_AFTER
         && let Some(others) = others
     {
-        entry.write(Change::Reached(Side::Backend, fast_path.backend_numbers.reached));
+        entry.write(Change::Reached(Side::Backend, of_others.backend_numbers.reached));
         others.write(Change::Reached(Side::Client, flow.client_numbers.reached));
     }
 }

@@ -126,11 +126,11 @@ pub trait FlowMaps<F: Family>: AffinityMaps<F> {
         self.now()
     }
     /// May XDP send frames to a pod by this interface?
-    fn driver_sends_to(&self, interface: u32) -> bool;
+    fn xdp_sends_to(&self, interface: u32) -> bool;
     /// Returns true if packets that come from outside may skip the stack.
     fn may_skip_stack(&self) -> bool;
     /// May XDP send frames by others that have come by this interface?
-    fn driver_redirects_from(&self, interface: u32) -> bool;
+    fn xdp_redirects_from(&self, interface: u32) -> bool;
     /// [`Settings::epoch`].
     fn epoch(&self) -> u32;
     /// [`RouteEpoch::number`].

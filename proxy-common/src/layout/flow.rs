@@ -214,7 +214,7 @@ pub struct Flow<A> {
     /// of client and backend.
     pub backend_numbers: Numbers,
     pub state: FlowState,
-    /// The next hop of the packets that find this entry, if the driver forwards them.
+    /// The next hop of the packets that find this entry, if XDP forwards them.
     ///
     /// In the entry of client and backend of a flow to a pod it says something else: XDP sends the
     /// client's packets to the interface of this stamp.

@@ -91,7 +91,7 @@ This command changes nothing. The exit code is 1 if the mode that was asked for 
 
 JSON: {facts: {kernel, btf, programs, cgroup2, bpffs, capabilities[], packetHook, refusesWith, endsSocketsOf, nftablesModules, iptables[], routeLocalnet, ipvsModules, ipvsParameters, ipsetProtocol, redirect}, modes[]: {mode, canRun, needs[]: name of a fact, missing[], remarks[]}, requested, choice: {mode, reasons[], fallback: text or null} or null, refusal: text or null, formerKubeProxy: {left[]: {location, what, count}, blockedBy[], unknown[]}, xdp: {requested, uplinks[]: {interface, xdp, reason, forwarded, notForwarded: text or null}}}.
 
-requested is the value of ebpf.xdp. If it is off, uplinks says what auto would do. forwarded says which frames from other uplinks XDP forwards to this one: all, unfragmented or no.";
+xdp.requested is the value of ebpf.xdp. If it is off, uplinks says what auto would do. forwarded says which frames from other uplinks XDP forwards to this one: all, unfragmented or no.";
 
 /// Show the configuration that `run` would have, and where each value comes from
 #[derive(Debug, ClapArgs)]
@@ -157,7 +157,7 @@ const STATUS_HELP: &str = "Example:
 
 The exit code is 1 if the caller may not read everything.
 
-JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind, others[]: {name, hook, isBefore}}, xdp[]: as xdp.uplinks[] of `probe`, workloadInterfaces, with ebpf.xdp: {forwarded: number of interfaces to which XDP forwards packets for pods, notForwarded: {reason: count}}, withdrawsIn: seconds, maps[]: {name, used, capacity, bytes}, counters[]: {reason, count}, formerKubeProxy: {left[]: {location, what, count}, blockedBy[], unknown[]}, unservedFields[]: {namespace, name, port, protocol, family, field, effect, instead}, unreadable[]: what the caller may not read, and why}.
+JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind, others[]: {name, hook, isBefore}}, xdp[]: as xdp.uplinks[] of `probe`, workloadInterfaces, with ebpf.xdp: {forwardedTo: number of interfaces to which XDP forwards packets for pods, notForwardedTo: {reason: count}}, withdrawsIn: seconds, maps[]: {name, used, capacity, bytes} (in other modes: other objects), counters[]: {reason, count}, formerKubeProxy: {left[]: {location, what, count}, blockedBy[], unknown[]}, unservedFields[]: {namespace, name, port, protocol, family, field, effect, instead}, unreadable[]: what the caller may not read, and why}.
 
 A value that is not known is null. effect is servedDifferently, delegated, leftToNode, partlyServed or notServed.";
 

@@ -43,9 +43,9 @@ const NOT_ATTACHED_YET: &str = "the controller has not attached a program yet";
 #[serde(rename_all = "camelCase")]
 pub(super) struct WorkloadInterfaces {
     /// The number of interfaces to which XDP forwards packets of outside clients.
-    pub(super) forwarded: usize,
+    pub(super) forwarded_to: usize,
     /// The number of interfaces to which it does not, by reason.
-    pub(super) not_forwarded: BTreeMap<String, usize>,
+    pub(super) not_forwarded_to: BTreeMap<String, usize>,
 }
 
 impl WorkloadInterfaces {
@@ -61,21 +61,21 @@ impl WorkloadInterfaces {
         let mut pods = Self::default();
         for interface in network.interfaces.iter().filter(|of| has_role(record, of.index, "workload")) {
             if targets.contains(&interface.index) {
-                pods.forwarded += 1;
+                pods.forwarded_to += 1;
                 continue;
             }
             let pod = Interface { role: Role::Workload, ..interface.clone() };
             let facts = facts(pod.index, &pod.name);
             let why = forwarded_frames(configured, None, &pod, &facts, cpus()).err();
             let why = why.map_or_else(|| NOT_SENT_BY.to_owned(), |why| why.to_string());
-            *pods.not_forwarded.entry(why).or_default() += 1;
+            *pods.not_forwarded_to.entry(why).or_default() += 1;
         }
-        Some(pods).filter(|pods| pods.forwarded > 0 || !pods.not_forwarded.is_empty())
+        Some(pods).filter(|pods| pods.forwarded_to > 0 || !pods.not_forwarded_to.is_empty())
     }
 
     pub(super) fn text(&self) -> String {
-        let forwarded = (self.forwarded > 0).then(|| (self.forwarded, "yes".to_owned()));
-        let not_forwarded = self.not_forwarded.iter().map(|(why, count)| (*count, format!("no: {why}")));
+        let forwarded = (self.forwarded_to > 0).then(|| (self.forwarded_to, "yes".to_owned()));
+        let not_forwarded = self.not_forwarded_to.iter().map(|(why, count)| (*count, format!("no: {why}")));
         let row = |(count, why): (usize, String)| [count.to_string(), why];
         table(
             ["WORKLOAD INTERFACES", "XDP FORWARDS TO THEM"],

@@ -344,7 +344,7 @@ macro_rules! flow_maps {
             }
 
             #[inline(always)]
-            fn driver_sends_to(&self, interface: u32) -> bool {
+            fn xdp_sends_to(&self, interface: u32) -> bool {
                 maps::redirect_targets.get(interface | TO_POD).is_some()
             }
 
@@ -354,7 +354,7 @@ macro_rules! flow_maps {
             }
 
             #[inline(always)]
-            fn driver_redirects_from(&self, interface: u32) -> bool {
+            fn xdp_redirects_from(&self, interface: u32) -> bool {
                 // SAFETY: not read.
                 unsafe { maps::redirect_sources.get(interface) }.is_some()
             }

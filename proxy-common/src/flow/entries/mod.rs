@@ -128,7 +128,7 @@ pub(super) fn establish<F: Family, T: FlowMaps<F>>(
         }
         match copy(maps, scratch, key_kind) {
             Copied::Whole => {}
-            Copied::TableFull => {
+            Copied::MapFull => {
                 remove_entries(maps, Stage::Established, scratch);
                 maps.count(Reason::FlowsFull);
                 return Ok(());
@@ -145,7 +145,7 @@ pub(super) fn establish<F: Family, T: FlowMaps<F>>(
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum Copied {
     Whole,
-    TableFull,
+    MapFull,
     /// The key is another flow's.
     KeyTaken,
 }
@@ -176,7 +176,7 @@ fn copy<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>, 
             Copied::Whole
         }
         Err(InsertError::Exists) => Copied::Whole,
-        Err(InsertError::Full) => Copied::TableFull,
+        Err(InsertError::Full) => Copied::MapFull,
     }
 }
 

@@ -10,7 +10,7 @@ pub(super) mod next_hop;
 
 use self::next_hop::{Stamp, leaves};
 use super::{
-    Change, Driver, FlowEntry as _, FlowMaps, Routine, Scratch, Stage, direct,
+    Change, FlowEntry as _, FlowMaps, Forwarder, Routine, Scratch, Stage, direct,
     entries::KeyKind,
     find::{Found, find, lookup, set_key_of_packet},
     keep::{end_if_gone, go_on, is_over},
@@ -40,7 +40,7 @@ use crate::{
 pub fn forward<F: Family, T: FlowMaps<F>>(
     maps: &T,
     scratch: &mut Scratch<F::Address>,
-    driver: &impl Driver<F>,
+    forwarder: &impl Forwarder<F>,
 ) -> Result<(), Reason> {
     if !is_simple(&scratch.packet) || may_begin_another(&scratch.packet) {
         return Err(Reason::NotAService);
@@ -67,7 +67,7 @@ pub fn forward<F: Family, T: FlowMaps<F>>(
             if scratch.action.then == Then::Encapsulate {
                 direct::set_tunnel_but_source(maps, scratch);
             }
-            let Some(is_asked) = leaves(maps, scratch, &found, driver) else {
+            let Some(is_asked) = leaves(maps, scratch, &found, forwarder) else {
                 if scratch.is_for_pod() {
                     // With the token, XDP would look up its route for each packet in vain.
                     found.entry.write(Change::ForwardToken(0));
@@ -91,7 +91,7 @@ pub fn forward<F: Family, T: FlowMaps<F>>(
         }
         Position::FromBackendMasqueraded => {
             scratch.action.rewrite = scratch.flow.unmasquerade_rewrite();
-            leaves(maps, scratch, &found, driver).ok_or(Reason::NotAService)?;
+            leaves(maps, scratch, &found, forwarder).ok_or(Reason::NotAService)?;
             scratch.action.rewrite = scratch.flow.reply_rewrite();
             // What the backend says is kept in the entry of the other position.
             scratch.key = scratch.flow.backend_key();
@@ -134,13 +134,13 @@ pub(super) fn shows_way_out<F: Family, T: FlowMaps<F>>(
 ) -> bool {
     let Scratch { flow, interface, .. } = scratch;
     let is_pods = position == Position::FromBackend && flow.is_of_a_pod();
-    is_pods && !flow.is_forwardable() && maps.driver_redirects_from(*interface)
+    is_pods && !flow.is_forwardable() && maps.xdp_redirects_from(*interface)
 }
 
 /// Is the packet, which comes in by `scratch.interface`, a pod's answer to packets that XDP sends to it there? Then it skips the stack too, or
 /// connection tracking would see one direction only.
 #[inline(always)]
-pub(super) fn answers_driver<F: Family, T: FlowMaps<F>>(
+pub(super) fn answers_xdp<F: Family, T: FlowMaps<F>>(
     maps: &T,
     scratch: &Scratch<F::Address>,
     position: Position,
@@ -149,7 +149,7 @@ pub(super) fn answers_driver<F: Family, T: FlowMaps<F>>(
     let is_pods = position == Position::FromBackend && *origin == Origin::Workload && flow.is_of_a_pod();
     is_pods
         && flow.next_hop.is_of(Stamp::of_answers(flow.opened, *interface))
-        && maps.driver_sends_to(*interface)
+        && maps.xdp_sends_to(*interface)
 }
 
 /// Returns true if the packet, which has been translated as it came from outside, skips the stack. So do packets of masqueraded flows in both

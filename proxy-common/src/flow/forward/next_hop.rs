@@ -8,7 +8,7 @@ use crate::{
     layout::CachedHop,
 };
 
-/// Where a packet that a driver sends on goes.
+/// Where a packet that XDP forwards goes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct NextHop {
     /// Of the Ethernet header that the packet gets.
@@ -99,8 +99,8 @@ impl Stamp {
     }
 }
 
-/// The driver that forwards packets: XDP, or a stand-in of tests.
-pub trait Driver<F: Family> {
+/// What forwards packets: XDP, or a stand-in of tests.
+pub trait Forwarder<F: Family> {
     /// Bytes of the packet, network header included.
     fn packet_length(&self, scratch: &Scratch<F::Address>) -> u32;
 
@@ -112,32 +112,32 @@ pub trait Driver<F: Family> {
     fn can_send(&self, scratch: &Scratch<F::Address>) -> bool;
 }
 
-/// Can `driver` send the packet, with the ends of `scratch.action`, where the stack would? Sets `scratch.next_hop`, and answers whether the routing
+/// Can `forwarder` send the packet, with the ends of `scratch.action`, where the stack would? Sets `scratch.next_hop`, and answers whether the routing
 /// tables were asked for it.
 #[inline(always)]
 pub(in crate::flow) fn leaves<F: Family, T: FlowMaps<F>>(
     maps: &T,
     scratch: &mut Scratch<F::Address>,
     found: &Found<T::Entry>,
-    driver: &impl Driver<F>,
+    forwarder: &impl Forwarder<F>,
 ) -> Option<bool> {
     let now = maps.recently(&mut scratch.clock);
     let stamp = Stamp::of(scratch.flow.opened, found.position, scratch.interface, maps.route_epoch(), now);
-    let length = driver.packet_length(scratch);
+    let length = forwarder.packet_length(scratch);
     let is_asked = match scratch.flow.next_hop.get(stamp) {
         Some(hop) if length <= hop.longest.into() => {
             scratch.next_hop = hop;
             false
         }
         _ => {
-            if !driver.look_up(scratch) {
+            if !forwarder.look_up(scratch) {
                 return None;
             }
             found.entry.write(Change::NextHop(CachedHop::new(&scratch.next_hop, stamp)));
             true
         }
     };
-    driver.can_send(scratch).then_some(is_asked)
+    forwarder.can_send(scratch).then_some(is_asked)
 }
 
 #[cfg(test)]
@@ -168,8 +168,8 @@ mod tests {
     #[case::of_another_flow(Stamp::of(8, Position::ToFrontend, 2, 5, 100 * SECOND), false)]
     #[case::in_the_other_direction(Stamp::of(7, Position::FromBackendMasqueraded, 2, 5, 100 * SECOND), false)]
     fn a_hop_is_found_by_its_stamp(#[case] other: Stamp, #[case] is_known: bool) {
-        let fast_path = CachedHop::new(&HOP, stamp());
-        assert_eq!(fast_path.get(other), is_known.then_some(HOP));
+        let cached = CachedHop::new(&HOP, stamp());
+        assert_eq!(cached.get(other), is_known.then_some(HOP));
         let Stamp(parts) = stamp();
         let Stamp(others) = other;
         let differ = parts.iter().zip(others).filter(|(part, other)| **part != *other).count();
@@ -188,8 +188,8 @@ mod tests {
         for mixed in 1..7 {
             let word =
                 |index: usize| if mixed >> index & 1 == 0 { old.words[index] } else { new.words[index] };
-            let fast_path = CachedHop { words: [word(0), word(1), word(2)] };
-            assert_eq!(stamps.map(|stamp| fast_path.get(stamp)), [None, None], "{mixed:03b}");
+            let cached = CachedHop { words: [word(0), word(1), word(2)] };
+            assert_eq!(stamps.map(|stamp| cached.get(stamp)), [None, None], "{mixed:03b}");
         }
     }
 }

@@ -276,7 +276,7 @@ mod tests {
     const SPACING: u32 = 25;
     const CONNECTIONS: u32 = 100;
 
-    /// No flooded service has its index.
+    /// No flooded service shares its counter.
     const QUIET: u32 = OPENING_SERVICES - 1;
 
     /// In each window it goes to so many services, and in the next one to as many others, of so

@@ -57,8 +57,8 @@ fn a_flood_opens_few_flows_and_leaves_room(
     let mut node = Node::new();
     let opened = node.flood(protocol, origin);
     assert!(opened < FLOOD / 2, "{opened}");
-    let fast_path = first(protocol, ([203, 0, 113, 9], Port::new(1_024)), FRONTEND);
-    assert_eq!(node.arriving(&fast_path, origin), Ok(()), "a flow that is there");
+    let of_flow = first(protocol, ([203, 0, 113, 9], Port::new(1_024)), FRONTEND);
+    assert_eq!(node.arriving(&of_flow, origin), Ok(()), "a flow that is there");
     assert_eq!(node.arriving(&first(protocol, CLIENT, OTHER_FRONTEND), origin), Ok(()), "another service");
     assert_eq!(node.host.entries(Stage::Opening), 2 * usize::from(opened + 1));
     node.host.wait(SECOND);

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A driver that sends packets where its routes lead.
+/// A forwarder that sends packets where its routes lead.
 #[derive(Default)]
 struct Routes {
     leaves: bool,
@@ -16,7 +16,7 @@ struct Routes {
     lookups: Cell<u32>,
 }
 
-impl Driver<V4> for Routes {
+impl Forwarder<V4> for Routes {
     fn packet_length(&self, _: &Scratch<A>) -> u32 {
         self.length
     }
@@ -151,7 +151,7 @@ impl Node {
         Ok((Rewrite { service: entered.service.min(left.service), ..left }, tunnel))
     }
 
-    /// `leaves`: the driver can send it where the stack would; otherwise the stack sends it.
+    /// `leaves`: XDP can send it where the stack would; otherwise the stack sends it.
     fn forward(&self, packet: &Packet<A>, leaves: bool) -> Result<Left, Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
         let routes = Routes { leaves, hop: TO_POD, length: 60, ..Routes::default() };
@@ -182,16 +182,16 @@ impl Node {
     }
 
     /// All but times, of which each look at the clock is another.
-    fn fast_path(&self) -> BTreeMap<String, String> {
+    fn entries(&self) -> BTreeMap<String, String> {
         let flows = self.host.flows.borrow();
-        let fast_path = flows.iter().map(|(key, flow)| {
+        let entries = flows.iter().map(|(key, flow)| {
             let mut flow = flow.get();
             // A flow to a pod that the stack has had a packet of is left to it.
             flow.forward_token = (flow.is_forwardable() && !self.has_backends).into();
             (flow.opened, flow.last_seen, flow.next_hop) = (0, 0, CachedHop::default());
             (format!("{key:?}"), format!("{flow:?}"))
         });
-        fast_path.collect()
+        entries.collect()
     }
 }
 
@@ -229,7 +229,7 @@ proptest! {
             prop_assert_eq!(&by_stack, &by_xdp, "{:?}, leaves: {}", event, leaves);
             stack.learn(event, &by_stack);
             xdp.learn(event, &by_xdp);
-            prop_assert_eq!(stack.fast_path(), xdp.fast_path(), "after {:?}, leaves: {}", event, leaves);
+            prop_assert_eq!(stack.entries(), xdp.entries(), "after {:?}, leaves: {}", event, leaves);
             prop_assert_eq!(&*stack.host.connections.borrow(), &*xdp.host.connections.borrow());
         }
     }

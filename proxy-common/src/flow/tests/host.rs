@@ -374,7 +374,7 @@ impl FlowMaps<V4> for Host {
         self.epoch.get()
     }
 
-    fn driver_sends_to(&self, _interface: u32) -> bool {
+    fn xdp_sends_to(&self, _interface: u32) -> bool {
         true
     }
 
@@ -382,7 +382,7 @@ impl FlowMaps<V4> for Host {
         self.may_skip_stack
     }
 
-    fn driver_redirects_from(&self, _interface: u32) -> bool {
+    fn xdp_redirects_from(&self, _interface: u32) -> bool {
         true
     }
 

@@ -473,13 +473,13 @@ fn collection_and_a_packet(
 #[case::a_client_that_nobody_knows(None)]
 #[case::one_whose_affinity_has_expired(Some(Affinity { last_used: 0, backend: 1, flags: 0 }))]
 #[case::one_whose_backend_is_gone(Some(Affinity { last_used: 100 * SECOND, backend: 9, flags: 0 }))]
-fn connections_of_one_client_at_once_go_to_one_backend(#[case] fast_path: Option<Affinity>) {
+fn connections_of_one_client_at_once_go_to_one_backend(#[case] former: Option<Affinity>) {
     let before = || {
         let mut host = Host::new();
         if let Some(service) = host.maps.services.get_mut(&1) {
             service.affinity_seconds = 60;
         }
-        if let Some(affinity) = fast_path {
+        if let Some(affinity) = former {
             host.remember(&CLIENT_KEY, &affinity);
         }
         host

@@ -89,10 +89,10 @@ fn connections_to_a_gone_backend_are_reset_where_that_is_wanted(
 #[test]
 fn packets_that_are_held_open_nothing_and_go_on_with_their_flow() {
     let mut host = Host::new();
-    let (fast_path, new) = (datagram(CLIENT, FRONTEND), datagram((CLIENT.0, Port::new(41_000)), FRONTEND));
-    let expected = host.arriving(&fast_path, Origin::Workload).map(|rewrite| rewrite.destination);
+    let (of_flow, new) = (datagram(CLIENT, FRONTEND), datagram((CLIENT.0, Port::new(41_000)), FRONTEND));
+    let expected = host.arriving(&of_flow, Origin::Workload).map(|rewrite| rewrite.destination);
     host.holds_packets = true;
-    assert_eq!(host.arriving(&fast_path, Origin::Workload).map(|rewrite| rewrite.destination), expected);
+    assert_eq!(host.arriving(&of_flow, Origin::Workload).map(|rewrite| rewrite.destination), expected);
     assert_eq!(host.arriving(&new, Origin::Workload).err(), Some(Reason::NotAService));
     host.holds_packets = false;
     assert!(host.arriving(&new, Origin::Workload).is_ok());
@@ -103,10 +103,10 @@ fn packets_that_are_held_open_nothing_and_go_on_with_their_flow() {
 #[test]
 fn no_tcp_flow_opens_while_openings_are_held() {
     let mut host = Host::new();
-    let (fast_path, new) = (syn(), packet((CLIENT.0, Port::new(41_000)), FRONTEND, TCP_SYN));
-    let expected = host.arriving(&fast_path, Origin::Workload).map(|rewrite| rewrite.destination);
+    let (of_flow, new) = (syn(), packet((CLIENT.0, Port::new(41_000)), FRONTEND, TCP_SYN));
+    let expected = host.arriving(&of_flow, Origin::Workload).map(|rewrite| rewrite.destination);
     host.holds_openings = true;
-    assert_eq!(host.arriving(&fast_path, Origin::Workload).map(|rewrite| rewrite.destination), expected);
+    assert_eq!(host.arriving(&of_flow, Origin::Workload).map(|rewrite| rewrite.destination), expected);
     assert_eq!(host.arriving(&new, Origin::Workload).err(), Some(Reason::OpeningsHeld));
     assert!(host.arriving(&datagram(CLIENT, FRONTEND), Origin::Workload).is_ok());
     let dialled = host.arriving(&packet(CLIENT, ([192, 0, 2, 200], PORT), TCP_SYN), Origin::Workload);

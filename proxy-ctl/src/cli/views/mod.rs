@@ -1,5 +1,5 @@
 //! The forms in which tables and JSON show what is programmed. The JSON forms are a contract:
-//! fields are added, never renamed.
+//! from the first release on, fields are added, never renamed.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

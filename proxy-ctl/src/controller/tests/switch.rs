@@ -279,7 +279,7 @@ fn a_mode_that_cannot_come_back_goes_on_draining() {
 }
 
 /// The active dataplane contains the secondary mode, and holds its lock until
-/// `release_secondary`. The new dataplane needs the same lock.
+/// it is invalidated. The new dataplane needs the same lock.
 #[rstest]
 #[case::it_is_active(NFTABLES)]
 #[case::it_is_secondary(Modes { active: Mode::Userspace, secondary: Some(Mode::Nftables) })]

@@ -274,16 +274,16 @@ fn unserved_cluster_ips(context: &Context) -> Vec<Rule> {
 /// With `masquerade_all` these are all clients. Otherwise they are those that are no pods, and
 /// nobody if pods cannot be distinguished from other clients.
 fn masquerade_cluster_ips(context: &Context) -> Vec<Rule> {
-    let fwmark = rule([change_fwmark(context.fwmark(), true)]);
+    let set_fwmark = rule([change_fwmark(context.fwmark(), true)]);
     if context.host.masquerade_all {
-        return vec![fwmark];
+        return vec![set_fwmark];
     }
     if !context.host.local_traffic.detects_pods(context.language.family) {
         return Vec::new();
     }
     let pods = context.conditions_of_pods().into_iter();
     let stay = pods.map(|condition| rule([condition, vec![Expression::Verdict(Verdict::Return)]]));
-    stay.chain([fwmark]).collect()
+    stay.chain([set_fwmark]).collect()
 }
 
 fn is_node_port_address(context: &Context) -> Vec<Expression> {

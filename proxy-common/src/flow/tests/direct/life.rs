@@ -4,14 +4,14 @@
 use super::*;
 
 /// What the entries know of the flow, and in which map it is.
-fn fast_path(host: &Host) -> (FlowState, Stage) {
+fn noted(host: &Host) -> (FlowState, Stage) {
     let is_established = host.flow(Stage::Established, &syn().key()).is_some();
     let stage = if is_established { Stage::Established } else { Stage::Opening };
     (host.flow_of(stage, &syn()).state, stage)
 }
 
 fn lifetime(host: &Host) -> u64 {
-    FlowLifetimes::default().of(PROTOCOL_TCP, fast_path(host).0).as_secs()
+    FlowLifetimes::default().of(PROTOCOL_TCP, noted(host).0).as_secs()
 }
 
 /// The client's packets of a connection, with seconds before each, and what is known then: how long the flow is kept, and in which map.
@@ -75,7 +75,7 @@ fn what_a_client_alone_tells_of_a_connection(
         assert_eq!(sent_on(&host, packet).map(|(sent, _)| sent), Ok(*packet));
         host.assert_whole();
     }
-    assert_eq!((lifetime(&host), fast_path(&host).1), (seconds, stage));
+    assert_eq!((lifetime(&host), noted(&host).1), (seconds, stage));
 }
 
 /// The dialled node sees no acknowledgement of what the client sends.

@@ -1,4 +1,4 @@
-//! A CPU that gets on by one access, and the tables that several CPUs change.
+//! A CPU that gets on by one access, and the maps that several CPUs change.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -41,7 +41,7 @@ impl Shared {
         shared.remapped = host.remapped.borrow().iter().copied().collect();
         shared.connections = host.maps.open.borrow().clone().into_iter().collect();
         shared.affinity =
-            host.maps.affinity.borrow().iter().map(|(key, fast_path)| (*key, fast_path.read())).collect();
+            host.maps.affinity.borrow().iter().map(|(key, affinity)| (*key, affinity.read())).collect();
         shared
     }
 
@@ -93,8 +93,8 @@ impl<'a> Cpu<'a> {
     pub(super) fn access(&self, access: impl FnOnce(&mut Shared, Id) -> Answer) -> Answer {
         let number = self.accesses.get();
         self.accesses.set(number + 1);
-        let fast_path = self.answers.borrow().get(number).copied();
-        if let Some(answer) = fast_path {
+        let recorded = self.answers.borrow().get(number).copied();
+        if let Some(answer) = recorded {
             return answer;
         }
         if self.is_spent.replace(true) {
@@ -186,16 +186,15 @@ impl<'a> AffinityMaps<V4> for &'a Cpu<'a> {
     type Affinity = Known<'a>;
 
     fn affinity(&self, key: &AffinityKey<A>) -> Option<Known<'a>> {
-        let answer = self.access(|shared, _| {
-            Answer::Client(shared.affinity.iter().position(|(fast_path, _)| fast_path == key))
-        });
+        let answer = self
+            .access(|shared, _| Answer::Client(shared.affinity.iter().position(|(client, _)| client == key)));
         let Answer::Client(found) = answer else { unreachable!("another access") };
         found.map(|index| Known { cpu: self, index })
     }
 
     fn remember(&self, key: &AffinityKey<A>, affinity: &Affinity) -> bool {
         let answer = self.access(|shared, _| {
-            let is_new = shared.affinity.iter().all(|(fast_path, _)| fast_path != key);
+            let is_new = shared.affinity.iter().all(|(client, _)| client != key);
             shared.affinity.extend(is_new.then_some((*key, *affinity)));
             Answer::Remembered(is_new)
         });
@@ -353,16 +352,16 @@ impl<'a> FlowMaps<V4> for &'a Cpu<'a> {
         self.host.epoch()
     }
 
-    fn driver_sends_to(&self, interface: u32) -> bool {
-        self.host.driver_sends_to(interface)
+    fn xdp_sends_to(&self, interface: u32) -> bool {
+        self.host.xdp_sends_to(interface)
     }
 
     fn may_skip_stack(&self) -> bool {
         self.host.may_skip_stack()
     }
 
-    fn driver_redirects_from(&self, interface: u32) -> bool {
-        self.host.driver_redirects_from(interface)
+    fn xdp_redirects_from(&self, interface: u32) -> bool {
+        self.host.xdp_redirects_from(interface)
     }
 
     fn route_epoch(&self) -> u32 {

@@ -104,7 +104,7 @@ pub(super) fn in_every_order(
         order: String::new(),
     };
     let hasher = RandomState::new();
-    let (mut fast_path, mut open, mut ends) = (HashSet::new(), vec![start], 0);
+    let (mut seen, mut open, mut ends) = (HashSet::new(), vec![start], 0);
     while let Some(moment) = open.pop() {
         let waiting: Vec<usize> = (0..works.len()).filter(|cpu| moment.outcomes[*cpu].is_none()).collect();
         if waiting.is_empty() {
@@ -121,7 +121,7 @@ pub(super) fn in_every_order(
         }
         for cpu in waiting {
             let next = step(&host, &moment, cpu, &works[cpu]);
-            if fast_path.insert(hasher.hash_one((&next.shared, &next.answers))) {
+            if seen.insert(hasher.hash_one((&next.shared, &next.answers))) {
                 open.push(next);
             }
         }

@@ -46,7 +46,7 @@ pub struct Limits {
 
 /// Returns the names of all tests of sig-network that the test binary has.
 pub fn names() -> Result<BTreeSet<String>> {
-    let file = std::env::temp_dir().join(format!("proxy-ctl-e2e-{}.json", std::process::id()));
+    let file = env::temp_dir().join(format!("proxy-ctl-e2e-{}.json", std::process::id()));
     let output = Command::new(Program::Tests.path()?)
         .args(["--ginkgo.dry-run", r"--ginkgo.focus=\[sig-network\]", "--ginkgo.json-report"])
         .arg(&file)

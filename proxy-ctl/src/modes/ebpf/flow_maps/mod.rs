@@ -55,7 +55,7 @@ pub(super) struct FlowMapResize {
     /// The sizes that the configuration asks for, by the names of maps that have another size. It
     /// is empty once they were tried.
     wanted: BTreeMap<&'static str, u32>,
-    /// The maps whose former map may have entries that they lack.
+    /// The maps whose former map may have entries that they lack, in the order of their copies.
     unfinished: Vec<&'static str>,
 }
 
@@ -67,7 +67,8 @@ impl FlowMapResize {
             removed(&path, fs::remove_file(&path))?;
         }
         let mut adopted = Self::default();
-        for shape in shapes.iter_mut().filter(|shape| shape.is_of_flows()) {
+        for name in map_name::OF_FLOWS {
+            let Some(shape) = shapes.iter_mut().find(|shape| shape.name == name) else { continue };
             let failed = |source| Error::Map { name: shape.name, source };
             if has_former(paths, shape.name)? {
                 adopted.unfinished.push(shape.name);
@@ -140,8 +141,7 @@ impl FlowMapResize {
 
     /// Copies entries that are in a former map alone, or that have changed there.
     pub(super) fn copy(&self, paths: &Paths) -> Result<(), Error> {
-        let unfinished = map_name::OF_FLOWS.iter().filter(|name| self.unfinished.contains(*name));
-        unfinished.copied().try_for_each(|name| copy_map(paths, name))
+        self.unfinished.iter().try_for_each(|name| copy_map(paths, name))
     }
 
     /// Copies what is left in the former maps, which no program uses any more, and unpins them.

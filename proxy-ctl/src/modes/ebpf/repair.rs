@@ -37,6 +37,6 @@ impl EbpfDataplane {
         let maps = |_: &Shape| self.maps.paths.maps();
         let (mut programs, log) = hooks::load::load(&self.maps.shapes, maps, &self.config, false)?;
         self.hooks.load(&mut programs)?;
-        self.hooks.swap_in((programs, log), &out_of_order).into_result()
+        self.hooks.move_first((programs, log), &out_of_order).into_result()
     }
 }

@@ -25,9 +25,8 @@ impl Hooks {
 
     /// Swaps the programs of all hooks for these, which use other maps.
     pub(crate) fn use_programs(&mut self, loaded: (Programs, KernelLog)) -> Failures {
-        let unswapped = self.swap_in(loaded, &[]);
-        self.are_swapped = unswapped.is_empty() || !self.may_run_former();
-        unswapped
+        (self.programs, self.log) = loaded;
+        self.swap_rest()
     }
 
     /// Tries again to swap the programs that could not be swapped.

@@ -325,7 +325,11 @@ impl Hooks {
     /// The programs are loaded anew, because the kernel takes a program only once at a hook, and no
     /// packet may meet none. For the time of a system call, a packet meets both. The second one
     /// finds it translated.
-    pub(crate) fn swap_in(&mut self, loaded: (Programs, KernelLog), out_of_order: &[OutOfOrder]) -> Failures {
+    pub(crate) fn move_first(
+        &mut self,
+        loaded: (Programs, KernelLog),
+        out_of_order: &[OutOfOrder],
+    ) -> Failures {
         (self.programs, self.log) = loaded;
         let mut failures = Failures::default();
         for OutOfOrder { interface, direction } in out_of_order {

@@ -2,7 +2,10 @@
 //! ARCHITECTURE.md, so that there are no import cycles. Among the modules of each folder there are
 //! none either. A module that imports its parent is no cycle.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::LazyLock,
+};
 
 use proc_macro2::{TokenStream, TokenTree};
 
@@ -125,25 +128,24 @@ fn cyclic(imports: &Imports) -> Imports {
         .collect()
 }
 
-/// Returns the imports among the modules of the crate, and among those of each folder of it.
-fn all() -> (Imports, BTreeMap<Vec<String>, Imports>) {
+/// The imports among the modules of each folder of the crate. The crate itself has no name.
+static IMPORTS: LazyLock<BTreeMap<Vec<String>, Imports>> = LazyLock::new(|| {
     let mut modules = Vec::new();
     collect(&[], &mut modules);
-    let mut folders = siblings(&modules);
-    (folders.remove(&Vec::new()).unwrap_or_default(), folders)
-}
+    siblings(&modules)
+});
 
 /// Returns the rules that import cycles break, each with the imports that are part of them.
 fn cycles() -> BTreeMap<String, Imports> {
-    let folders = all().1.into_iter();
-    let cyclic = folders.map(|(folder, imports)| (format!("{CYCLE} {}", folder.join("/")), cyclic(&imports)));
+    let folders = IMPORTS.iter().filter(|(folder, _)| !folder.is_empty());
+    let cyclic = folders.map(|(folder, imports)| (format!("{CYCLE} {}", folder.join("/")), cyclic(imports)));
     cyclic.filter(|(_, imports)| !imports.is_empty()).collect()
 }
 
 /// Returns the upward imports.
 fn upward_imports() -> Imports {
     let order = order(&tree::read("ARCHITECTURE.md"));
-    let (mut imports, _) = all();
+    let mut imports = IMPORTS.get(&[][..]).cloned().unwrap_or_default();
     let position = |name: &String| order.iter().position(|module| module == name);
     imports.retain(|(from, to), _| position(from) > position(to));
     imports

@@ -18,8 +18,8 @@ use super::{
 };
 use crate::{
     cleanup,
-    config::{CommandLine, Config, Effective, Keyword as _, RequestedMode, Xdp},
-    model::mode::{self, ChosenMode, Probe, Refusal, Requirement},
+    config::{CommandLine, Config, Effective, Keyword as _, Xdp},
+    model::mode::{self, ChosenMode, Probe, Refusal, RequestedMode, Requirement},
     modes, node,
     process::record::Record,
 };

@@ -21,10 +21,11 @@ use super::{
 };
 use crate::{
     cleanup,
-    config::{Config, Encapsulation},
+    config::Config,
     model::{
         desired::ServicePortName,
         mode::Mode,
+        node::Encapsulation,
         objects::{Forwarding, Protocol, TrafficPolicy},
     },
     modes::{

@@ -40,10 +40,7 @@ pub use media::Encoding;
 pub use resolve::{Effective, Origin};
 pub use url::without_userinfo;
 
-pub use crate::model::{
-    mode::RequestedMode,
-    node::{Encapsulation, PortRange},
-};
+use crate::model::{mode::RequestedMode, node::PortRange};
 
 impl Keyword for RequestedMode {
     const WORDS: &'static [(&'static str, Self)] = &[

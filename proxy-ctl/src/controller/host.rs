@@ -6,9 +6,10 @@ use std::{collections::BTreeSet, net::IpAddr};
 use ipnet::IpNet;
 
 use crate::{
-    config::{Config, LocalMode, PortRange, RequestedMode},
+    config::{Config, LocalMode},
     model::{
-        node::{Host, LocalTraffic, NodeNetwork},
+        mode::RequestedMode,
+        node::{Host, LocalTraffic, NodeNetwork, PortRange},
         objects::Node,
     },
     node::NodeIps,
@@ -81,9 +82,9 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::{
-        config::Encapsulation,
-        model::objects::{Algorithm, Forwarding, NodeForwarding},
+    use crate::model::{
+        node::Encapsulation,
+        objects::{Algorithm, Forwarding, NodeForwarding},
     };
 
     fn cidrs(all: &[&str]) -> Vec<IpNet> {

@@ -9,14 +9,13 @@ use tokio::sync::watch;
 
 use super::{exposition::Format, tests::SampleFamilies};
 use crate::{
-    config::RequestedMode,
     controller::{Coverage, UnservedPorts},
     events::Recorder,
     http::report::{Metrics, SyncKind},
     kubernetes::SourceState,
     model::{
         desired::ServicePortName,
-        mode::{ChosenMode, Mode},
+        mode::{ChosenMode, Mode, RequestedMode},
         objects::{self, ObjectName},
     },
     modes::{self, Effect, UnservedField},

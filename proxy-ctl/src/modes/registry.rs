@@ -16,8 +16,11 @@ use super::{
 };
 use crate::{
     cleanup::{self, Remains},
-    config::{Config, PortRange, SocketLoadBalancing},
-    model::mode::{HostFacts, Mode, Probe},
+    config::{Config, SocketLoadBalancing},
+    model::{
+        mode::{HostFacts, Mode, Probe},
+        node::PortRange,
+    },
 };
 
 const fn entry(mode: Mode) -> &'static Entry {

@@ -8,13 +8,11 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    config::Encapsulation,
-    model::{
-        desired::ServicePortName,
-        mode::Mode,
-        objects::{Algorithm, Forwarding, Protocol, TrafficPolicy},
-    },
+use crate::model::{
+    desired::ServicePortName,
+    mode::Mode,
+    node::Encapsulation,
+    objects::{Algorithm, Forwarding, Protocol, TrafficPolicy},
 };
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]

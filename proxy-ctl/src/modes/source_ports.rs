@@ -7,7 +7,7 @@ use std::{fs, ops::RangeInclusive};
 
 use proxy_common::port::{NODE_PORTS, Port, PortRanges};
 
-use crate::config::PortRange;
+use crate::model::node::PortRange;
 
 /// The first and the last port. The range is empty if `first > last`.
 type TablePortRange = [u16; 2];

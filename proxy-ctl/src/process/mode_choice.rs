@@ -111,7 +111,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        config::RequestedMode, kubernetes::convert::invalid::InvalidObjects, model::mode::ChosenMode,
+        kubernetes::convert::invalid::InvalidObjects,
+        model::mode::{ChosenMode, RequestedMode},
     };
 
     fn choice(fallback: Option<&str>) -> ModeChoice {

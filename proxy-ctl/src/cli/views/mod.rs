@@ -16,9 +16,10 @@ use super::{
 };
 use crate::{
     cleanup::{Found, Part},
-    config::{Encapsulation, Keyword, duration},
+    config::{Keyword, duration},
     model::{
         mode::Mode,
+        node::Encapsulation,
         objects::{Algorithm, Forwarding},
     },
     modes::{MapUsage, OtherProgram, ReasonUsage},

@@ -7,10 +7,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::{
-    config::RequestedMode,
     controller::run::Ended,
     http::report::{ModeChoice, Moment},
-    model::mode::{ChosenMode, Mode},
+    model::mode::{ChosenMode, Mode, RequestedMode},
     modes::Modes,
 };
 

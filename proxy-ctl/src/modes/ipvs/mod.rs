@@ -34,10 +34,10 @@ use super::{
 };
 use crate::{
     cleanup,
-    config::{self, Config, RequestedMode},
+    config::{self, Config},
     model::{
         desired::{Changes, DesiredPort, ServicePortName},
-        mode::{HostFacts, Mode, Probe, Requirement},
+        mode::{HostFacts, Mode, Probe, RequestedMode, Requirement},
         node::Host,
         objects::IpFamily,
     },

@@ -96,10 +96,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::{
-        config::RequestedMode,
-        model::mode::{IPVS_PARAMETERS, choose, recorded::Host},
-    };
+    use crate::model::mode::{IPVS_PARAMETERS, RequestedMode, choose, recorded::Host};
 
     fn obstacles(host: &Host, scheduler: &str) -> Vec<String> {
         let mut config = Config::default();

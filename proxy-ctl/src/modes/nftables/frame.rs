@@ -14,9 +14,8 @@ use super::{
     objects::{ElementId, Rule, Set},
 };
 use crate::{
-    config::PortRange,
     model::{
-        node::{Host, LocalTraffic},
+        node::{Host, LocalTraffic, PortRange},
         objects::IpFamily,
     },
     sys::nftables::{

@@ -8,9 +8,9 @@ use std::{
 use socket2::{Domain, Protocol as IpProtocol, Socket, Type};
 
 use super::plan::unspecified;
-use crate::{
-    config::PortRange,
-    model::objects::{IpFamily, Protocol},
+use crate::model::{
+    node::PortRange,
+    objects::{IpFamily, Protocol},
 };
 
 /// The most connections that wait to be accepted. The kernel has a limit of its own

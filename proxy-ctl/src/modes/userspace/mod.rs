@@ -34,11 +34,11 @@ use super::{
     netfilter::own_rules,
 };
 use crate::{
-    config::{Config, PortRange},
+    config::Config,
     model::{
         desired::{Changes, DesiredPort, Frontend, ServicePortName},
         mode::Mode,
-        node::Host,
+        node::{Host, PortRange},
         objects::IpFamily,
     },
     sys::{

@@ -2,8 +2,8 @@
 //! is chosen because another mode cannot run, it must be able to redirect clients to its listeners.
 
 use crate::{
-    config::{Config, RequestedMode},
-    model::mode::{HostFacts, KernelModule, Mode, Probe, Requirement},
+    config::Config,
+    model::mode::{HostFacts, KernelModule, Mode, Probe, RequestedMode, Requirement},
     modes::netfilter::requirements::{iptables, nf_tables},
 };
 

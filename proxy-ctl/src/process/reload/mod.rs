@@ -187,9 +187,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        config::RequestedMode,
         kubernetes::convert::invalid::InvalidObjects,
-        model::mode::{ChosenMode, Mode},
+        model::mode::{ChosenMode, Mode, RequestedMode},
         modes::Modes,
     };
 

@@ -6,10 +6,9 @@ use proxy_common::layout::{
     BACKEND_DRAINING, FRONTEND_MAGLEV, Frontend, FrontendKey, PROTOCOL_TCP, Service, Slot4,
 };
 use proxy_ctl::{
-    config::Encapsulation,
     model::{
         desired::{DesiredPort, Endpoint},
-        node::Host,
+        node::{Encapsulation, Host},
         objects::{Algorithm, Forwarding, NodeForwarding},
     },
     modes::{Applied, Dataplane as _, Effect},

@@ -14,9 +14,9 @@ use prometheus_client::{
 
 use super::{Label, Seconds};
 use crate::{
-    config::{Keyword as _, RequestedMode},
+    config::Keyword as _,
     kubernetes::convert::invalid::InvalidObjects,
-    model::mode::ChosenMode,
+    model::mode::{ChosenMode, RequestedMode},
     modes::{Applied, UnservedField},
     version,
 };

@@ -4,7 +4,7 @@
 use rstest::rstest;
 
 use super::*;
-use crate::{config::PortRange, modes::iptables::names::Table};
+use crate::{model::node::PortRange, modes::iptables::names::Table};
 
 /// Returns the script's rules of this chain, without the chain's name.
 fn rules_of(script: &str, table: Table, chain: &str) -> Vec<String> {

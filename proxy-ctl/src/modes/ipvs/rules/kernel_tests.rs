@@ -6,8 +6,7 @@ use rstest::rstest;
 
 use super::*;
 use crate::{
-    config::PortRange,
-    model::node::LocalTraffic,
+    model::node::{LocalTraffic, PortRange},
     modes::{Removed, ipvs::sets::Set, netfilter::chains::FamilyChains},
     sys::{
         net::{

@@ -3,7 +3,11 @@ use std::iter;
 use rstest::rstest;
 
 use super::*;
-use crate::{config::PortRange, model::node::LocalTraffic, modes::netfilter::chains::restoration, names};
+use crate::{
+    model::node::{LocalTraffic, PortRange},
+    modes::netfilter::chains::restoration,
+    names,
+};
 
 fn chains_of(family: IpFamily, host: &Host) -> Chains {
     chains(family, host, iter::empty(), |_| true)

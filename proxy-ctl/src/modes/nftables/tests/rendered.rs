@@ -14,9 +14,8 @@ use super::{
     host, ports,
 };
 use crate::{
-    config::PortRange,
     model::{
-        node::{Host, LocalTraffic},
+        node::{Host, LocalTraffic, PortRange},
         objects::{IpFamily, Service, TrafficPolicy},
         test_support::{ip, remote, service},
     },

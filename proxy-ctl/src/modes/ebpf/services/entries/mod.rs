@@ -16,9 +16,9 @@ use proxy_common::{
 
 use super::{allocate::Range, maglev};
 use crate::{
-    config::Encapsulation,
     model::{
         desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
+        node::Encapsulation,
         objects::{self, Algorithm, Forwarding, NodeForwarding, ObjectName, Protocol, TrafficPolicy},
     },
     modes::ebpf::maps::{family::MapFamily, handles::SourceRangeKey, resize::end_of_slots},

@@ -99,7 +99,7 @@ impl Stamp {
     }
 }
 
-/// What forwards packets: XDP, or a stand-in of tests.
+/// Forwards packets. XDP implements it, and so does a stand-in of tests.
 pub trait Forwarder<F: Family> {
     /// Bytes of the packet, network header included.
     fn packet_length(&self, scratch: &Scratch<F::Address>) -> u32;
